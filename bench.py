@@ -1,0 +1,338 @@
+"""How fast is it, and is that what the machine can do?  A quick check, side by side, every method from the same state.
+
+    python bench.py                                                          --quick: the tiny model, about two minutes on two cores
+    python bench.py --model DIR --dtype bf16 --batch 1,8 --context 1024,7680 --methods ar,s3r
+    python bench.py --model DIR --dtype bf16 --batch 8 --context 128 --methods hf,ar          against transformers' generate
+    python bench.py --model DIR --acceptance --text FILE --context 4096      how often sparse drafts are accepted, over 512 positions of a text
+
+A context is prefilled once and its pages are copied to B private rows (nothing is shared: the worst case for reading); then each method
+decodes --new-tokens more from there, stop tokens ignored. Prefill is reported apart and is in no tok/s. Columns:
+
+    tok/s      tokens of all rows per second of decoding         tau       tokens a row gains in a round: 1 for plain decoding
+    accept     accepted / judged drafts                          k         drafts a round, mean
+    draft, verify, other: ms a round                             attn      share of a plain dense pass that is attention
+    bw         bytes that must be read (weights, KV) per second, against the machine's measured read bandwidth: 1.0 is the roofline
+
+speed-up = tau * (ms of an ar round) / (ms of a round).  The last line of stdout is all of it as one JSON document.
+"""
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import spec_sample
+from draft import SparseSelf
+from kv_cache import PagedCache
+from model import load_pretrained
+from scheduler import DTYPES, Controller, Cost, Engine, Flags, Response, Row, check_method, device_name, free_memory, measure_cost, number_or_auto, pick_device, refuse
+
+QUICK = dict(batch="8", context="256,12288", new_tokens=48)
+
+
+def numbers(text):
+    return [int(x) for x in text.split(",")]
+
+
+def flags():
+    p = Flags(prog="bench.py", description=__doc__)
+    p.add_argument("--quick", action="store_true", help="the default where neither --batch nor --context is given: a short and a long cell")
+    p.add_argument("--model", default="tiny")
+    p.add_argument("--methods", default="ar,s3r", help="ar, s3r, sparse, hf (transformers' generate), comma-separated; ar is always run")
+    p.add_argument("--batch", default=None, help="rows, comma-separated")
+    p.add_argument("--context", default=None, help="tokens before the first new one, comma-separated")
+    p.add_argument("--new-tokens", type=int, default=None, help="tokens that each row decodes (64)")
+    p.add_argument("--repeat", type=int, default=1, help="runs of each cell, methods in turn; medians are shown")
+    p.add_argument("--dtype", default="fp32", choices=list(DTYPES))
+    p.add_argument("--device", default="auto")
+    p.add_argument("--k", type=number_or_auto, default="auto")
+    p.add_argument("--budget", type=float, default=0.0625)
+    p.add_argument("--verify", default="rejection")
+    p.add_argument("--temperature", type=float, default=1.0)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--text", default=None, help="a text file to take contexts from; default: this project's own sources")
+    p.add_argument("--cost", default=None, help="cost.json for --k auto; default: measured")
+    p.add_argument("--acceptance", action="store_true", help="no timing: 1 - TV of every draft slot along --text, from --context on")
+    p.add_argument("--positions", type=int, default=512, help="rounds of --acceptance")
+    a = p.parse_args()
+    a.quick = a.quick or not (a.batch or a.context)
+    for name, value in (QUICK if a.quick else dict(batch="8", context="2048", new_tokens=64)).items():
+        if getattr(a, name) is None:
+            setattr(a, name, value)
+    return a
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the machine: a roofline card
+
+
+def timed(f, device, repeat=5):
+    """Median seconds of f()."""
+    times = []
+    for _ in range(repeat + 1):
+        sync(device)
+        t = time.perf_counter()
+        f()
+        sync(device)
+        times.append(time.perf_counter() - t)
+    return sorted(times[1:])[repeat // 2]
+
+
+def sync(device):
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def bandwidth(device):
+    """Bytes a second that a large sum reads: the roof over decoding. 512 MiB, far larger than any cache."""
+    x = torch.ones(128 << 20, dtype=torch.float32, device=device)
+    return x.numel() * 4 / timed(lambda: x.sum(), device)
+
+
+def flops(device, dtype):
+    """Multiply-adds x 2 a second of a large matrix product: the roof over prefill and training."""
+    n = 8192 if device.startswith("cuda") else 1536
+    a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in "ab")
+    return 2 * n**3 / timed(lambda: a @ b, device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a cell: one batch, one context, every method
+
+
+def context_ids(tok, net, text, n):
+    """n token ids of a text, repeated where it is shorter; without a tokenizer pseudo-random ids."""
+    if tok is None:
+        return [int(x) for x in torch.randint(0, net.vocab, (n,), generator=torch.Generator().manual_seed(0))]
+    ids = tok.encode(text)
+    return (ids * (n // len(ids) + 1))[:n]
+
+
+class Cell:
+    """A prefilled context and `batch` private copies of it."""
+
+    def __init__(self, net, ids, batch, new_tokens, a):
+        c, p = net.config, next(net.parameters())
+        self.net, self.ids, self.batch, self.new, self.a = net, ids, batch, new_tokens, a
+        self.slack = 16  # rounds before the clock starts
+        tokens = len(ids) + new_tokens + self.slack + 16
+        need = PagedCache.bytes_per_token(c.layers, c.kv_heads, c.head_dim, p.dtype) * (batch * (tokens + 256) + len(ids) + 256)
+        if need > 0.8 * free_memory(p.device):
+            raise ValueError(f"batch {batch} at context {len(ids):,} needs {need / 2**30:.1f} GiB of KV and {free_memory(p.device) / 2**30:.1f} GiB are free: make one of them smaller")
+        if tokens > net.context:
+            raise ValueError(f"context {len(ids):,} with {new_tokens} new tokens is over the model's limit of {net.context:,}: use at most {net.context - new_tokens - 32:,}")
+        self.tokens = tokens
+        self.cache = PagedCache(c.layers, c.kv_heads, c.head_dim, batch * (tokens + 256) + len(ids) + 256, dtype=p.dtype, device=p.device)
+        self.base, t = self.cache.new(len(ids)), time.perf_counter()
+        with torch.no_grad():
+            for start in range(0, len(ids), 2048):
+                part = ids[start:start + 2048]
+                self.view = self.cache.dense([self.base], [len(part)], score=True)
+                hidden = net(torch.tensor(part, device=p.device), torch.arange(start, start + len(part), device=p.device), self.view)
+            self.at = [len(part) - 1]
+            self.first = spec_sample.law(net.logits(hidden[-1:]), a.temperature, net.vocab)
+        sync(str(p.device))
+        self.prefill = time.perf_counter() - t
+
+    @torch.no_grad()
+    def run(self, method, cost=None):
+        """Decode from the prefilled state -> dict of what was seen."""
+        net, cache, a, B = self.net, self.cache, self.a, self.batch
+        rule = "greedy" if a.temperature == 0 else a.verify
+        drafter = SparseSelf(net, cache, rule, a.temperature, a.budget) if method != "ar" else None
+        controller = Controller(a.k if method == "s3r" and a.k != "auto" else 0, cost if method == "s3r" and a.k == "auto" else None)
+        engine = Engine(net, cache, drafter, controller, temperature=a.temperature, rule=a.verify, sparse=method == "sparse")
+        seeds = torch.tensor([spec_sample.hash64(a.seed, "bench", b) for b in range(B)], device=cache.device)
+        zero = torch.zeros(B, dtype=torch.long, device=cache.device)
+        first = spec_sample.target_token(rule, self.first.expand(B, -1), seeds, zero, zero + len(self.ids)).tolist()
+        for b in range(B):
+            row = Row(Response(0, b, self.ids, [first[b]], [0.0], []), self.ids + [first[b]], len(self.ids) + self.tokens, int(seeds[b]), round=1, kv=cache.copy(self.base, self.tokens))
+            engine.rows.append(row)
+        if drafter:
+            drafter.start([engine.rows], [self.base], self.view, self.at)
+        for _ in range(2):
+            engine.step()
+        for key in engine.stats:
+            engine.stats[key] = 0
+        engine.k_hist.clear()
+        goal = B * self.new
+        while engine.stats["tokens"] < goal and all(len(r.tokens) < r.kv.length + 2 and r.kv.length + 12 < self.tokens for r in engine.rows):
+            engine.step()
+        s = engine.stats
+        seconds = s["s_draft"] + s["s_verify"] + s["s_other"]
+        longest = max(r.kv.length for r in engine.rows)
+        for row in engine.rows:
+            cache.free(row.kv)
+        k = sum(x * n for x, n in engine.k_hist.items()) / max(1, s["rounds"])
+        weights = sum(p.numel() * p.element_size() for p in net.parameters())
+        kv = PagedCache.bytes_per_token(cache.L, cache.Hkv, cache.D, cache.dtype)
+        reads = drafter.reads(longest) if drafter else 0
+        dense = 0 if method == "sparse" else 1
+        step_bytes = (dense + (k if dense else 1)) * weights + B * kv * (dense * longest + (k if dense else 1) * reads)
+        return dict(method=method, batch=B, context=len(self.ids), tok_s=s["tokens"] / seconds, tau=s["decoded"] / max(1, s["row_rounds"]), rounds=s["rounds"],
+                    accept_rate=s["accepted"] / s["judged"] if s["judged"] else None, overlap=s["alpha"] / s["drafted"] if s["drafted"] else None, k=k,
+                    ms_draft=1e3 * s["s_draft"] / s["rounds"], ms_verify=1e3 * s["s_verify"] / s["rounds"], ms_other=1e3 * s["s_other"] / s["rounds"],
+                    gb_s=step_bytes * s["rounds"] / seconds / 1e9, seconds=seconds, why=controller.why if method == "s3r" and not s["drafted"] else "")
+
+    @torch.no_grad()
+    def attention_share(self):
+        """Attention's share of a plain dense pass: the pass at this context against the same pass over rows of 16 tokens."""
+        cache, net, dev = self.cache, self.net, self.cache.device
+        shares = []
+        for n in (16, len(self.ids)):
+            seqs = [cache.copy(self.base, self.tokens) for _ in range(self.batch)]
+            for s in seqs:
+                cache.truncate(s, min(n, len(self.ids) - 1))
+
+            def one():
+                net.logits(net(torch.zeros(self.batch, dtype=torch.long, device=dev), torch.full((self.batch,), seqs[0].length, device=dev), cache.dense(seqs, [1] * self.batch)))
+                for s in seqs:
+                    cache.truncate(s, s.length - 1)
+            shares.append(timed(one, str(dev), 3))
+            for s in seqs:
+                cache.free(s)
+        return max(0.0, 1 - shares[0] / shares[1])
+
+
+def hf_generate(path, ids, batch, new_tokens, dtype, temperature, device):
+    """transformers' generate on the same rows: seconds for new_tokens - 1 decode steps, its prefill taken off."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("method hf needs transformers: pip install transformers") from None
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).to(device).eval()
+    x = torch.tensor([ids] * batch, device=device)
+
+    def generate(n):
+        sync(device)
+        t = time.perf_counter()
+        with torch.no_grad():
+            model.generate(x, attention_mask=torch.ones_like(x), do_sample=temperature > 0, temperature=temperature or None, top_k=0, top_p=1.0, max_new_tokens=n, min_new_tokens=n, pad_token_id=0)
+        sync(device)
+        return time.perf_counter() - t
+    generate(4)
+    prefill = sorted(generate(1) for _ in range(3))[1]
+    seconds = generate(new_tokens) - prefill
+    return dict(method="hf", batch=batch, context=len(ids), tok_s=batch * (new_tokens - 1) / seconds, tau=1.0, accept_rate=None, overlap=None, k=0.0,
+                ms_draft=0.0, ms_verify=1e3 * seconds / (new_tokens - 1), ms_other=0.0, gb_s=0.0, seconds=seconds, why="")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# acceptance along a text
+
+
+@torch.no_grad()
+def acceptance(net, ids, start, positions, k=4, budget=0.0625, temperature=1.0, stride=4, seed=0, **options):
+    """1 - TV(p, q) of every draft slot, at `positions` places of a text: [positions, k].
+
+    The row stands at the text's first start + stride * i tokens; k tokens are drafted through sparse attention and judged by a dense pass
+    (every slot, as drafted, also past a refusal); then the text's own next `stride` tokens are committed. Blocks are chosen as in a
+    rollout: from the last dense pass's queries, when they are `refresh` tokens old.
+    """
+    p = next(net.parameters())
+    c, dev = net.config, p.device
+    last = start + stride * positions
+    cache = PagedCache(c.layers, c.kv_heads, c.head_dim, last + 64 + 256, dtype=p.dtype, device=dev)
+    drafter = SparseSelf(net, cache, "rejection", temperature, budget, **options)
+    row = Row(None, list(ids[:start]), last, seed, round=1, kv=cache.new(last + 64))
+    for a in range(0, start - 1, 2048):
+        part = ids[a:min(a + 2048, start - 1)]
+        view = cache.dense([row.kv], [len(part)], score=True)
+        net(torch.tensor(part, device=dev), torch.arange(a, a + len(part), device=dev), view)
+    drafter.start([[row]], [row.kv], view, [len(part) - 1])
+    seen = torch.zeros(positions, k)
+    for i in range(positions):
+        n = start + stride * i
+        drafts, logq = drafter.propose([row], [k])
+        view = cache.dense([row.kv], [k + 1])
+        hidden = net(torch.cat([torch.tensor(row.tokens[-1:], device=dev), drafts]), torch.arange(n - 1, n + k, device=dev), view)
+        logp = spec_sample.law(net.logits(hidden[:k]), temperature, net.vocab)
+        seen[i] = torch.minimum(logp.exp(), logq.exp()).sum(-1)
+        cache.truncate(row.kv, n - 1)
+        score = drafter.due([row])  # now the text itself
+        view = cache.dense([row.kv], [stride], score)
+        net(torch.tensor(row.tokens[-1:] + list(ids[n:n + stride - 1]), device=dev), torch.arange(n - 1, n - 1 + stride, device=dev), view)
+        row.tokens += ids[n:n + stride]
+        row.round += 1
+        drafter.observe([row], [0], view, [stride - 1])
+    return seen
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the command
+
+
+def run(a):
+    methods = ["ar"] + [m for m in a.methods.split(",") if m != "ar"]
+    for m in methods:
+        if m != "hf":
+            check_method(m, a.verify, a.temperature, a.k, a.budget)
+    try:
+        batches, contexts = numbers(a.batch), numbers(a.context)
+    except ValueError:
+        raise ValueError(f"--batch {a.batch} --context {a.context} must be whole numbers with commas between them") from None
+    if min(batches + contexts + [a.new_tokens, a.repeat, a.positions]) < 1 or min(contexts) < 2:
+        raise ValueError("--batch, --new-tokens, --repeat and --positions must be at least 1, --context at least 2")
+    device = pick_device(a.device)
+    here = Path(__file__).resolve().parent
+    if a.text and not Path(a.text).is_file():
+        raise ValueError(f"{a.text} is not a file: give a text to take contexts from")
+    text = Path(a.text).read_text(errors="replace") if a.text else "".join(f.read_text() for f in sorted(here.glob("*.py")))
+    name = a.text or "this project's sources"
+    net, tok = load_pretrained(a.model, DTYPES[a.dtype], device)
+    net.requires_grad_(False)
+    c = net.config
+    weights = sum(p.numel() * p.element_size() for p in net.parameters())
+    kv = PagedCache.bytes_per_token(c.layers, c.kv_heads, c.head_dim, DTYPES[a.dtype])
+    machine = dict(device=device_name(device), threads=torch.get_num_threads(), torch=torch.__version__, model=a.model, dtype=a.dtype, temperature=a.temperature)
+    if a.acceptance:
+        n, k = contexts[0], 4 if a.k == "auto" else a.k
+        ids = tok.encode(text)
+        if len(ids) < n + 4 * a.positions or n + 4 * a.positions > net.context:
+            raise ValueError(f"{name} has {len(ids):,} tokens and the model a context of {net.context:,}; --context {n} with --positions {a.positions} walks {n + 4 * a.positions:,}: make one smaller")
+        seen = acceptance(net, ids, n, a.positions, k, a.budget, a.temperature, seed=a.seed)
+        print(f"{a.model} {a.dtype}, {name}, tokens {n:,} to {n + 4 * a.positions:,}, temperature {a.temperature:g}, budget {a.budget:.2%}: 1 - TV of slot "
+              + ", ".join(f"{i + 1}: {x:.3f}" for i, x in enumerate(seen.mean(0).tolist())) + f"; all {seen.mean():.4f} +- {seen.std() / seen.numel() ** 0.5:.4f}")
+        print(json.dumps({**machine, "text": name, "context": n, "positions": a.positions, "k": k, "budget": a.budget, "acceptance": seen.mean().item(), "by_slot": seen.mean(0).tolist()}))
+        return
+    roof, peak = bandwidth(device), flops(device, DTYPES[a.dtype])
+    print(f"machine  {machine['device']}, {machine['threads']} threads, torch {torch.__version__}: reads {roof / 1e9:.1f} GB/s, {peak / 1e9:,.0f} GFLOP/s in {a.dtype}")
+    print(f"model    {a.model}: {weights / 2**20:.1f} MiB of weights, {kv / 1024:.1f} KiB of KV a token: at {weights // kv:,} tokens of KV in all rows together a step reads as much KV as weights")
+    print(f"text     {name}; temperature {a.temperature:g}, budget {a.budget:.2%}, rule {a.verify}\n")
+    print(f"{'method':>7} {'batch':>5} {'context':>7} {'tok/s':>8} {'speedup':>7} {'tau':>5} {'accept':>6} {'1-TV':>5} {'k':>4} {'draft':>8} {'verify':>8} {'other':>7} {'attn':>5} {'bw':>5}")
+    rows, cost = [], Cost.load(a.cost) if a.cost else None
+    for context in contexts:
+        for batch in batches:
+            cell = Cell(net, context_ids(tok, net, text, context), batch, a.new_tokens, a)
+            if "s3r" in methods and a.k == "auto" and not a.cost:
+                cost = measure_cost(net, batch, context + a.new_tokens, a.temperature, a.verify, a.budget, DTYPES[a.dtype], device)
+            share = cell.attention_share()
+            runs = {m: [] for m in methods}
+            for _ in range(a.repeat):
+                for m in methods:
+                    runs[m].append(cell.run(m, cost) if m != "hf" else hf_generate(a.model, cell.ids, batch, a.new_tokens, a.dtype, a.temperature, device))
+            for m in methods:
+                r = sorted(runs[m], key=lambda r: r["tok_s"])[a.repeat // 2]
+                r |= dict(speedup=r["tok_s"] / sorted(x["tok_s"] for x in runs["ar"])[a.repeat // 2], attention_share=share, bandwidth_fraction=1e9 * r.pop("gb_s") / roof, prefill_seconds=cell.prefill)
+                f = lambda x: "-" if x is None else f"{x:.2f}"  # noqa: E731
+                print(f"{m:>7} {batch:5} {context:7} {r['tok_s']:8.1f} {r['speedup']:7.2f} {r['tau']:5.2f} {f(r['accept_rate']):>6} {f(r['overlap']):>5} {r['k']:4.1f} {r['ms_draft']:8.1f} "
+                      f"{r['ms_verify']:8.1f} {r['ms_other']:7.1f} {share:5.2f} {r['bandwidth_fraction']:5.2f}" + (f"   {r['why']}" if r["why"] else ""), flush=True)
+                rows.append(r)
+            print(f"        prefill of {context:,} tokens: {cell.prefill:.2f} s, once")
+            del cell
+    print()
+    print(json.dumps({**machine, "bandwidth_gb_s": roof / 1e9, "gflop_s": peak / 1e9, "text": name, "rows": rows}))
+
+
+def main():
+    try:
+        run(flags())
+    except ValueError as e:
+        return refuse(str(e))
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,525 @@
+"""The paged KV pool, and the two ways a forward pass looks at it.
+
+    pool, per layer:  k, v [Hkv, slots, D]      head-major: neighbouring pages of a row are one contiguous matrix per head
+    a page            `page` slots (256)        the unit of allocation and sharing
+    a block           16 slots of a page        the unit of selection for sparse drafting
+
+    prompt   |####|####|##..|                   pages are reference-counted: a group shares its prompt,
+    member 0  ^    ^    |##aa|aaa.|             and a shared page is copied at the first write to it
+    member 1  ^    ^    |##bb|b...|
+
+`cache.dense(seqs, counts)` is prefill, plain decoding and verification: it writes K/V of its tokens and reads all of a row's.
+`cache.sparse(seqs, ...)` is drafting: it reads selected blocks and recents, and its own K/V goes to a scratch that dies with it, so
+nothing that came through sparse attention can survive in the pool. Both are called by the model once a layer, in order.
+
+Memory: n tokens cost n * bytes_per_token plus at most one partly filled page a row (and the copied prompt tail).
+
+Try it:  pytest tests/test_kv_cache.py
+"""
+import numpy as np
+import torch
+
+import sparse_attn as sa
+from sparse_attn import BLOCK
+
+PREFILL = 32          # more query rows than this in one row of the batch, and the causal part is a call of its own
+CALL_BYTES = 100_000  # one attention call costs about as much as reading this much KV (about 20 us at 5 GB/s, two cores)
+
+
+class Seq:
+    """A row's place in the pool: its pages in logical order and how many tokens of KV they hold."""
+    __slots__ = ("pages", "length", "quota", "owned", "shared", "claim")
+
+    def __init__(self, quota):
+        self.pages, self.length = [], 0
+        self.quota, self.owned = quota, 0  # private pages it may take, and has taken
+        self.shared = ()                   # full prompt pages it shares with the other members of its group
+        self.claim = range(0)              # pages kept free for its growth, so that it stays one run
+
+
+class PagedCache:
+    """KV of many rows in one pool. `tokens` is rounded up to whole pages. path: "torch" (CPU views) or "triton"."""
+
+    def __init__(self, layers, kv_heads, head_dim, tokens, page=256, dtype=torch.float32, device="cpu", path=None):
+        if page % BLOCK:
+            raise ValueError(f"page {page} must be a multiple of the selection block, {BLOCK}")
+        self.L, self.Hkv, self.D, self.page = layers, kv_heads, head_dim, page
+        self.P = -(-tokens // page)
+        self.dtype, self.device = dtype, torch.device(device)
+        self.path = path or ("triton" if self.device.type == "cuda" else "torch")
+        shape = (kv_heads, (self.P + 1) * page, head_dim)  # one page more than is ever given out: reads may run past a row's end
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.refs = np.zeros(self.P, dtype=np.int64)
+        self.claimed = np.zeros(self.P, dtype=bool)
+        self.free_pages, self.promised = self.P, 0  # promised: pages that live rows may still take
+        self.live, self.taken, self.given_back = set(), 0, 0
+        self.compact = None
+
+    @staticmethod
+    def bytes_per_token(layers, kv_heads, head_dim, dtype):
+        return 2 * layers * kv_heads * head_dim * dtype.itemsize
+
+    # -- allocation ----------------------------------------------------------------------------------------------------
+
+    def pages_for(self, tokens, shared_tokens=0):
+        """Private pages of a row of `tokens` whose first `shared_tokens` are a shared prompt (its partly filled page is copied)."""
+        return -(-tokens // self.page) - shared_tokens // self.page
+
+    def available(self):
+        """Pages that are neither held nor promised to a live row."""
+        return self.free_pages - self.promised
+
+    def new(self, tokens):
+        """A row that will hold at most `tokens`."""
+        return self._admit(Seq(self.pages_for(tokens)))
+
+    def fork(self, seq, tokens):
+        """A row that starts with all of `seq`'s KV, shared, and will hold at most `tokens`."""
+        child = Seq(self.pages_for(tokens, seq.length))
+        child.pages, child.length = list(seq.pages), seq.length
+        child.shared = tuple(seq.pages[:seq.length // self.page])
+        self.refs[child.pages] += 1
+        return self._admit(child)
+
+    def copy(self, seq, tokens):
+        """A row with a private physical copy of `seq`'s KV."""
+        child = self.new(tokens)
+        self._grow(child, seq.length)
+        for i in range(len(seq.pages)):
+            self._copy_page(seq.pages[i], child.pages[i])
+        child.length = seq.length
+        return child
+
+    def _admit(self, seq):
+        if seq.quota > self.available():
+            raise ValueError(f"the KV pool has {self.available() * self.page} tokens to spare and the row may need {seq.quota * self.page}; "
+                             "raise --kv-tokens or lower --max-new-tokens")
+        self.promised += seq.quota
+        self.live.add(seq)
+        # placement: the first stretch that nobody holds or has claimed and that fits all of the row, so that it can stay one run
+        first, lengths = self._stretches((self.refs == 0) & ~self.claimed)
+        fits = np.flatnonzero(lengths >= seq.quota)
+        if seq.quota and len(fits):
+            seq.claim = range(int(first[fits[0]]), int(first[fits[0]]) + seq.quota)
+            self.claimed[seq.claim.start:seq.claim.stop] = True
+        return seq
+
+    @staticmethod
+    def _stretches(good):
+        """Starts and lengths of the runs of True: [0,1,1,0,1] -> [1, 4], [2, 1]."""
+        edge = np.flatnonzero(np.diff(np.concatenate(([0], good.astype(np.int8), [0]))))
+        return edge[::2], edge[1::2] - edge[::2]
+
+    def _take(self, seq):
+        """One free page for `seq`: right after its last page if that may be had, else in its claim, else where most free space follows."""
+        nxt = seq.pages[-1] + 1 if seq.pages else -1
+        if 0 <= nxt < self.P and self.refs[nxt] == 0 and (nxt in seq.claim or not self.claimed[nxt]):
+            p = nxt
+        else:
+            p = next((p for p in seq.claim if self.refs[p] == 0), None)
+            if p is None:
+                free = self.refs == 0
+                first, lengths = self._stretches(free & ~self.claimed)
+                if not len(first):
+                    first, lengths = self._stretches(free)
+                p = int(first[lengths.argmax()])
+        assert self.refs[p] == 0 and seq.owned < seq.quota, "a row outgrew what was promised to it"
+        self.refs[p] = 1
+        seq.owned += 1
+        self.free_pages -= 1
+        self.promised -= 1
+        self.taken += 1
+        return p
+
+    def _drop(self, seq, p):
+        self.refs[p] -= 1
+        if self.refs[p] == 0:
+            self.free_pages += 1
+            self.given_back += 1
+
+    def _copy_page(self, src, dst):
+        a, b = src * self.page, dst * self.page
+        for pool in (*self.k, *self.v):
+            pool[:, b:b + self.page] = pool[:, a:a + self.page]
+
+    def _grow(self, seq, length):
+        """Pages for `length` tokens; the page that the next token goes to becomes private (copied at the first write)."""
+        i = seq.length // self.page
+        if i < len(seq.pages) and length > seq.length and self.refs[seq.pages[i]] > 1:
+            old, seq.pages[i] = seq.pages[i], None
+            tail, seq.pages = seq.pages[i + 1:], seq.pages[:i]
+            seq.pages.append(self._take(seq))
+            seq.pages += tail
+            self._copy_page(old, seq.pages[i])
+            self._drop(seq, old)
+        while len(seq.pages) * self.page < length:
+            seq.pages.append(self._take(seq))
+
+    def truncate(self, seq, length):
+        """Forget all but the first `length` tokens; whole pages past them go back."""
+        assert 0 <= length <= seq.length, f"cannot truncate {seq.length} tokens to {length}"
+        seq.length = length
+        keep = -(-length // self.page)
+        for p in seq.pages[keep:]:
+            self._drop(seq, p)
+            seq.owned -= 1
+            self.promised += 1
+        del seq.pages[keep:]
+
+    def free(self, seq):
+        for p in seq.pages:
+            self._drop(seq, p)
+        self.promised -= seq.quota - seq.owned
+        self.claimed[seq.claim.start:seq.claim.stop] = False
+        self.live.remove(seq)
+        seq.pages, seq.length = [], 0
+
+    def check(self):
+        """Every page is counted once: raises AssertionError that says what differs."""
+        refs = np.zeros(self.P, dtype=np.int64)
+        for s in self.live:
+            np.add.at(refs, np.array(s.pages, dtype=np.int64), 1)
+            assert len(s.pages) >= -(-s.length // self.page), f"{s.length} tokens in {len(s.pages)} pages of {self.page}"
+        assert (refs == self.refs).all(), f"reference counts differ at pages {np.flatnonzero(refs != self.refs)[:8].tolist()}"
+        assert self.free_pages == int((refs == 0).sum()), f"{self.free_pages} pages are said to be free, {int((refs == 0).sum())} are"
+        assert self.promised == sum(s.quota - s.owned for s in self.live), "the promise count differs from the live rows' promises"
+        assert self.available() >= 0, "more pages are promised than free"
+        assert self.taken - self.given_back == self.P - self.free_pages, f"{self.taken} pages taken, {self.given_back} given back, {self.P - self.free_pages} held"
+
+    # -- where things are ----------------------------------------------------------------------------------------------
+
+    def slots(self, seq, a, b):
+        """Pool slots of the positions a..b-1 of a row: int64 [b - a]."""
+        pos = torch.arange(a, b)
+        return torch.tensor(seq.pages)[pos // self.page] * self.page + pos % self.page
+
+    def runs(self, pages, tokens):
+        """(first slot, slots) of each contiguous run of the first `tokens` of `pages`: pages [4, 5, 9] -> two runs."""
+        out = []
+        for p in pages:
+            n = min(self.page, tokens)
+            if n <= 0:
+                break
+            if out and out[-1][0] + out[-1][1] == p * self.page:
+                out[-1][1] += n
+            else:
+                out.append([p * self.page, n])
+            tokens -= n
+        return out
+
+    def page_table(self, seqs):
+        """Pages of each row: int32 [B, most pages], 0 past the end."""
+        table = np.zeros((len(seqs), max(len(s.pages) for s in seqs)), dtype=np.int32)
+        for b, s in enumerate(seqs):
+            table[b, :len(s.pages)] = s.pages
+        return torch.from_numpy(table).to(self.device)
+
+    # -- the two views -------------------------------------------------------------------------------------------------
+
+    def dense(self, seqs, counts, score=False):
+        """For one forward pass over counts[b] >= 1 new tokens of each row, packed in order; the rows are that much longer afterwards.
+
+        score=True prepares `view.block_mass` (what the next drafts read is chosen by it): the CPU keeps each layer's queries, of a
+        prefill only every row's last one; the Triton kernel writes the masses on its way.
+        """
+        return Dense(self, seqs, counts, score)
+
+    def sparse(self, seqs, blocks, recent, steps, write=False):
+        """For `steps` drafted tokens a row, one at a time, in rows that only ever drop out at the end of the batch.
+
+        blocks [L, B, Hkv, M] int32: selected logical blocks, -1 = none, all below recent[b] // BLOCK; recent [B]: every position from
+        recent[b] (a multiple of BLOCK) is read. write=True also puts the K/V into the pool: direct sparse sampling, never drafting.
+        """
+        return Sparse(self, seqs, blocks, recent, steps, write)
+
+
+class Dense:
+    """Attention of a dense pass: `view(q, k, v)` for layers 0, 1, ... in order. See PagedCache.dense."""
+
+    def __init__(self, cache, seqs, counts, score):
+        self.c, self.layer, self.B, self.seqs = cache, 0, len(seqs), seqs
+        self.past = [s.length for s in seqs]
+        slots = []
+        for s, n in zip(seqs, counts):
+            cache._grow(s, s.length + n)
+            slots.append(cache.slots(s, s.length, s.length + n) if n > 1 else torch.tensor([s.pages[s.length // cache.page] * cache.page + s.length % cache.page]))
+            s.length += n
+        self.slots = torch.cat(slots).to(cache.device)  # [T] where each token's K/V goes
+        self.counts, self.Q = counts, max(counts)
+        self.last = torch.tensor(np.cumsum(counts) - 1)  # [B] each row's last packed token
+        self.q = [None] * cache.L if score and cache.path == "torch" else None
+        self.mass = [None] * cache.L if score and cache.path == "triton" else None
+        self.scored = score
+        if cache.path == "triton":
+            self.table = cache.page_table(seqs)
+            self.kv_len = torch.tensor([s.length for s in seqs], dtype=torch.int32, device=cache.device)
+            self.cu_q = torch.tensor(np.concatenate(([0], np.cumsum(counts))), dtype=torch.int32, device=cache.device)
+            return
+        self.even = all(n == self.Q for n in counts)
+        if not self.even and self.Q <= PREFILL:  # pad the shorter rows by repeating their last token, and drop those rows again
+            start = np.concatenate(([0], np.cumsum(counts)))[:-1]
+            j = np.minimum(np.arange(self.Q)[None], np.array(counts)[:, None] - 1)
+            self.pad = torch.from_numpy(start[:, None] + j).view(-1)  # [B*Q] packed token
+            self.unpad = torch.from_numpy(np.flatnonzero((np.arange(self.Q)[None] < np.array(counts)[:, None]).ravel()))  # [T]
+        self._plan(seqs)
+
+    # The plan: a list of attention calls, each giving entries [n, Hkv, G*Q, D], and a table that says which entries make up each row.
+
+    def _plan(self, seqs):
+        c, page = self.c, self.c.page
+        groups = {}  # rows that share prompt pages read them once, in one call
+        for b, s in enumerate(seqs):
+            if s.shared:
+                groups.setdefault(s.shared, []).append(b)
+        groups = {pages: rows for pages, rows in groups.items() if len(rows) > 1}
+        lead = [0] * self.B  # leading pages that a group call covers
+        for pages, rows in groups.items():
+            for b in rows:
+                lead[b] = len(pages)
+        self.calls, entries, n = [], [[] for _ in seqs], 0
+        for pages, rows in groups.items():
+            for start, length in c.runs(pages, len(pages) * page):
+                S = self._splits(length)
+                self.calls.append(("run", rows, start, length, S, self._tail_mask(length, S)))
+                for i, b in enumerate(rows):
+                    entries[b] += [n + s * len(rows) + i for s in range(S)]
+                n += S * len(rows)
+
+        own = [s.pages[a:] for s, a in zip(seqs, lead)]
+        self.by_page = False
+        if self.Q <= PREFILL:
+            used = sorted({p for pages in own for p in pages})
+            lo, hi = used[0], used[-1] + 1
+            per_slot = 2 * c.Hkv * c.D * c.dtype.itemsize
+            by_run = sum(s.length - a * page for s, a in zip(seqs, lead)) * per_slot + (self.B + (self.Q > 1)) * CALL_BYTES
+            clash = sum(len(pages) for pages in own) > len(used)  # a page that two rows hold privately-looking (an uncopied tail) has two owners
+            self.by_page = not clash and (hi - lo) * page * per_slot + CALL_BYTES <= by_run
+        if self.by_page:  # one call over a range of pages, each with the queries of the row that holds it
+            owner, logical = np.full(hi - lo, -1), np.zeros(hi - lo, dtype=np.int64)
+            for b, pages in enumerate(own):
+                for i, p in enumerate(pages):
+                    owner[p - lo], logical[p - lo] = b, lead[b] + i
+                    entries[b].append(n + p - lo)
+            limit = np.where(owner >= 0, np.array(self.past)[owner], -self.Q - 1)[:, None] + np.arange(self.Q)  # [P, Q] last visible position
+            pos = logical[:, None] * page + np.arange(page)  # [P, page]
+            seen = torch.from_numpy(pos[:, None] <= limit[:, :, None])  # [P, Q, page]
+            mask = torch.zeros(seen.shape, dtype=c.dtype).masked_fill_(~seen, float("-inf"))
+            dead = ~seen.any(-1)  # [P, Q]: the kernel gives log-sum-exp 0 where nothing is visible; it must count as nothing
+            self.calls.append(("pages", torch.from_numpy(np.maximum(owner, 0)), lo, hi, mask, dead if bool(dead[torch.from_numpy(owner >= 0)].any()) else None))
+            n += hi - lo
+        else:
+            fresh = self.Q > 1  # several new tokens see each other causally: a small part of their own; one new token is simply the row's end
+            for b, s in enumerate(seqs):
+                for start, length in c.runs(own[b], self.past[b] + (not fresh) - lead[b] * page):
+                    S = self._splits(length)
+                    self.calls.append(("run", [b], start, length, S, self._tail_mask(length, S)))
+                    entries[b] += range(n, n + S)
+                    n += S
+            if fresh and self.Q <= PREFILL:
+                self.calls.append(("self",))
+                for b in range(self.B):
+                    entries[b].append(n + b)
+                n += self.B
+                self.self_mask = torch.zeros(self.Q, self.Q, dtype=c.dtype).masked_fill_(torch.ones(self.Q, self.Q, dtype=torch.bool).triu(1), float("-inf"))
+        most = max(len(e) for e in entries)
+        self.plain = most == 1 and [e[0] for e in entries if e] == list(range(n))  # every row is one entry, in order: nothing to merge
+        self.ragged = any(len(e) < most for e in entries)
+        self.table = torch.tensor([e + [n] * (most - len(e)) for e in entries])  # [B, parts]; entry n is the empty one
+
+    def _splits(self, length):
+        """Parts of a run: with few KV heads the threads would have nothing to share out (3 heads on 2 threads leave one idle)."""
+        threads = torch.get_num_threads()
+        return threads if self.Q <= PREFILL and self.c.Hkv % threads and length >= 512 else 1
+
+    def _tail_mask(self, length, S):
+        cut = -(-length // S)  # the last part may run up to S - 1 slots past the run: they are masked
+        if S * cut == length:
+            return None
+        mask = torch.zeros(S, 1, 1, cut, dtype=self.c.dtype)
+        mask[-1, ..., length - (S - 1) * cut:] = float("-inf")
+        return mask
+
+    def __call__(self, q, k, v):
+        c, layer = self.c, self.layer
+        self.layer = (layer + 1) % c.L
+        K, V = c.k[layer], c.v[layer]  # [Hkv, slots, D]
+        if self.q is not None:
+            self.q[layer] = q if self.Q <= PREFILL else q[self.last]
+        if c.path == "triton":
+            sa.write_kv(k, v, K, V, self.slots)
+            out, mass = sa.dense_paged(q, K, V, self.table, self.kv_len, self.cu_q, c.page, self.Q, want_mass=self.mass is not None)
+            if self.mass is not None:
+                self.mass[layer] = mass
+            return out
+        K.index_copy_(1, self.slots, k.transpose(0, 1))
+        V.index_copy_(1, self.slots, v.transpose(0, 1))
+        if self.Q > PREFILL:
+            return self._prefill(q, k, v, K, V)
+        Q, B = self.Q, self.B
+        if not self.even:
+            q = q[self.pad]
+        f = sa.fold(q, B, c.Hkv)  # [B, Hkv, G*Q, D]
+        outs, lses = [], []
+        for call in self.calls:
+            if call[0] == "run":
+                o, lse = self._run(f, K, V, *call[1:])
+            elif call[0] == "pages":
+                _, owner, lo, hi, mask, dead = call
+                G = f.shape[2] // Q
+                kp, vp = (x[:, lo * c.page:hi * c.page].view(c.Hkv, hi - lo, c.page, c.D).transpose(0, 1) for x in (K, V))
+                m = mask[:, None, None].expand(-1, 1, G, -1, -1).reshape(hi - lo, 1, G * Q, c.page) if G > 1 and Q > 1 else mask[:, None].expand(-1, 1, G * Q, -1)
+                o, lse = sa.attend(f[owner], kp, vp, m)
+                if dead is not None:
+                    lse = lse.masked_fill(dead[:, None].repeat(1, 1, G), float("-inf"))
+            else:
+                kb, vb = (x if self.even else x[self.pad] for x in (k, v))
+                kb, vb = (x.view(B, Q, c.Hkv, c.D).transpose(1, 2) for x in (kb, vb))
+                o, lse = sa.attend(f, kb, vb, self.self_mask.repeat(f.shape[2] // Q, 1)[None, None])
+            outs.append(o)
+            lses.append(lse)
+        o, lse = (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
+        if not self.plain:
+            if self.ragged:  # the empty entry
+                o, lse = torch.cat([o, o.new_zeros(1, *o.shape[1:])]), torch.cat([lse, lse.new_full((1, *lse.shape[1:]), float("-inf"))])
+            o = sa.merge(o[self.table], lse[self.table])
+        o = sa.unfold(o, Q)
+        return o if self.even else o[self.unpad]
+
+    def block_mass(self, which, at, lengths):
+        """Softmax weight of each block of 16 keys in the rows `which` of this pass, seen from their packed tokens `at`, below `lengths`.
+
+        -> [L, len(which), Hkv, N] fp32, N = blocks of the longest; 0 past a row's own. The Triton kernel's masses are means over all of
+        a row's query tokens instead (they come for free): those of refused drafts count too.
+        """
+        if self.mass is not None:
+            return torch.stack([m[which][..., :max(-(-n // BLOCK) for n in lengths)].float() for m in self.mass])
+        return _block_mass(self.c, self.q, [self.seqs[b] for b in which], which if self.Q > PREFILL else at, lengths)
+
+    def _run(self, f, K, V, rows, start, length, S, mask):
+        """Rows' folded queries against one run of slots, cut into S parts: entries [S * len(rows), Hkv, G*Q, D], part-major."""
+        c, R = self.c, len(rows)
+        cut = -(-length // S)
+        kr, vr = (x.as_strided((S, c.Hkv, cut, c.D), (cut * c.D, x.shape[1] * c.D, c.D, 1), start * c.D) for x in (K, V))
+        if R == 1:
+            return sa.attend(f[rows[0]].expand(S, -1, -1, -1), kr, vr, mask)
+        GQ = f.shape[2]
+        o, lse = sa.attend(f[rows].transpose(0, 1).reshape(1, c.Hkv, R * GQ, c.D).expand(S, -1, -1, -1), kr, vr, mask)
+        o = o.view(S, c.Hkv, R, GQ, c.D).transpose(1, 2).reshape(S * R, c.Hkv, GQ, c.D)
+        return o, lse.view(S, c.Hkv, R, GQ).transpose(1, 2).reshape(S * R, c.Hkv, GQ)
+
+    def _prefill(self, q, k, v, K, V):
+        """Long rows, one after another: causal among the new tokens, merged with what the row already holds."""
+        c, outs, a, calls = self.c, [], 0, {}
+        for call in self.calls:
+            for b in call[1]:
+                calls.setdefault(b, []).append(call)
+        for b, n in enumerate(self.counts):
+            qb, kb, vb = (x[a:a + n] for x in (q, k, v))
+            o, lse = sa.causal_self(qb, kb, vb)
+            if b in calls:
+                f = sa.fold(qb, 1, c.Hkv)
+                parts = [self._run(f, K, V, [0], *call[2:]) for call in calls[b]]
+                o = sa.merge(torch.stack([o] + [p[0] for p in parts], 1), torch.stack([lse] + [p[1] for p in parts], 1))
+            outs.append(sa.unfold(o, n))
+            a += n
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+
+def _block_mass(cache, q, seqs, at, lengths):
+    """q: per layer [T, Hq, D]; row b is judged by the query q[layer][at[b]] -> [L, B, Hkv, N]."""
+    mass = torch.zeros(cache.L, len(seqs), cache.Hkv, max(-(-n // BLOCK) for n in lengths), device=cache.device)
+    for b, (seq, n) in enumerate(zip(seqs, lengths)):
+        if n >= BLOCK:
+            runs = cache.runs(seq.pages, n // BLOCK * BLOCK)
+            for layer in range(cache.L):
+                sa.block_mass(q[layer][at[b]:at[b] + 1], [cache.k[layer][:, a:a + m] for a, m in runs], mass[layer, b])
+    return mass
+
+
+class Sparse:
+    """Attention of draft steps: one token a row and call. See PagedCache.sparse.
+
+    CPU: the selected blocks and the recents are gathered once into one compact buffer a layer, and drafted K/V is appended there:
+        [ selected blocks | recent blocks (the last one partly valid) | drafts 0..steps-1 ]
+    CUDA: the kernel follows the index list, and drafted K/V lies in a scratch of `steps` slots a row.
+    """
+
+    def __init__(self, cache, seqs, blocks, recent, steps, write):
+        self.c, self.layer, self.step, self.seqs, self.write, self.steps = cache, 0, 0, seqs, write, steps
+        self.q = [None] * cache.L if write else None
+        c, (L, B, Hkv, M) = cache, blocks.shape
+        per = c.page // BLOCK  # blocks in a page
+        table = c.page_table(seqs).long()  # [B, pages]
+        length = torch.tensor([s.length for s in seqs], device=c.device)  # [B]
+        recent = torch.as_tensor(recent, device=c.device)  # [B]
+        self.length = length
+        if c.path == "triton":
+            self.blocks, self.recent, self.table = blocks, recent.int(), table.int()
+            self.kv_len, self.filled = length.int(), torch.zeros(B, dtype=torch.int32, device=c.device)
+            self.scratch = [[torch.zeros(Hkv, B, steps, c.D, dtype=c.dtype, device=c.device) for _ in "kv"] for _ in range(L)]
+            return
+        R = int((-(-length // BLOCK) - recent // BLOCK).max()) if B else 0  # recent blocks, of the row with most of them
+        X = -(-steps // BLOCK)                                             # blocks' worth of room for drafts
+        N = M + R + X
+        self.S = (M + R) * BLOCK  # where the drafts start
+        mine = (recent // BLOCK)[:, None] + torch.arange(R)  # [B, R] logical blocks
+        first = torch.zeros(B, X, dtype=torch.long)          # the room for drafts is filled with any block; it is overwritten
+        logical = torch.cat([blocks.long().clamp(min=0), mine[None, :, None].expand(L, B, Hkv, R), first[None, :, None].expand(L, B, Hkv, X)], 3)
+        logical = logical.clamp(max=table.shape[1] * per - 1)  # a row with fewer recent blocks than R: masked below
+        place = table.gather(1, (logical // per).permute(1, 0, 2, 3).reshape(B, -1)).view(B, L, Hkv, N).transpose(0, 1) * per + logical % per
+        place = place + torch.arange(Hkv)[:, None] * ((c.P + 1) * per)  # [L, B, Hkv, N] block of the pool seen as [Hkv * blocks, BLOCK * D]
+        self.place = place.reshape(L, -1)
+        seen = torch.zeros(B, (M + R) * BLOCK + steps, dtype=torch.bool)  # [B, S + steps]
+        seen[:, :M * BLOCK] = (blocks[0, :, 0] >= 0).repeat_interleave(BLOCK, 1)
+        seen[:, M * BLOCK:self.S] = ((mine * BLOCK)[:, :, None] + torch.arange(BLOCK)).view(B, -1) < length[:, None]
+        seen[:, self.S:] = True
+        self.mask = torch.zeros(seen.shape, dtype=c.dtype).masked_fill_(~seen, float("-inf"))[:, None, None]  # [B, 1, 1, S + steps]
+        if bool(seen.all()):
+            self.mask = None
+        shape = (B, Hkv, N * BLOCK, c.D)
+        need = B * Hkv * N * BLOCK * c.D
+        if c.compact is None or c.compact[0][0].numel() < need:  # kept between rounds: fresh memory costs a page fault a 4 KB
+            c.compact = [[torch.empty(need, dtype=c.dtype) for _ in "kv"] for _ in range(L)]
+        self.buf = []
+        for layer in range(L):
+            pair = []
+            for pool, room in zip((c.k[layer], c.v[layer]), c.compact[layer]):
+                flat = room[:need].view(-1, BLOCK * c.D)
+                torch.index_select(pool.view(-1, BLOCK * c.D), 0, self.place[layer], out=flat)
+                pair.append(flat.view(shape))
+            self.buf.append(pair)
+
+    def __call__(self, q, k, v):
+        c, layer, n = self.c, self.layer, q.shape[0]  # n rows are still drafting
+        self.layer = (layer + 1) % c.L
+        if self.write and layer == 0:
+            for s in self.seqs[:n]:
+                c._grow(s, s.length + 1)
+            self.slots = torch.tensor([s.pages[s.length // c.page] * c.page + s.length % c.page for s in self.seqs[:n]], device=c.device)
+            for s in self.seqs[:n]:
+                s.length += 1
+        if self.write:
+            c.k[layer].index_copy_(1, self.slots, k.transpose(0, 1))
+            c.v[layer].index_copy_(1, self.slots, v.transpose(0, 1))
+            self.q[layer] = q
+        if c.path == "triton":
+            ks, vs = self.scratch[layer]
+            ks[:, :n, self.step], vs[:, :n, self.step] = k.transpose(0, 1), v.transpose(0, 1)
+            if layer == 0:
+                self.filled += 1
+            out = sa.sparse_paged(q, c.k[layer], c.v[layer], self.table[:n], self.blocks[layer, :n], self.recent[:n], self.kv_len[:n], ks[:, :n], vs[:, :n], self.filled[:n], c.page)
+        else:
+            kb, vb = self.buf[layer]
+            at, end = self.S + self.step, self.S + self.step + 1
+            kb[:n, :, at], vb[:n, :, at] = k, v
+            G = q.shape[1] // c.Hkv
+            mask = None if self.mask is None else self.mask[:n, ..., :end].expand(-1, 1, G, -1)
+            out = sa.attend(q.view(n, c.Hkv, G, c.D), kb[:n, :, :end], vb[:n, :, :end], mask)[0].reshape(n, c.Hkv * G, c.D)
+        if self.layer == 0:
+            self.step += 1
+        return out
+
+    def block_mass(self, which, at, lengths):
+        """As Dense.block_mass, from the queries of the last step (`at` = which: one token a row)."""
+        return _block_mass(self.c, self.q, [self.seqs[b] for b in which], at, lengths)
