@@ -263,10 +263,7 @@ def cover(keep, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def online_softmax(q, k, v, seen, top, total, acc, scale):
-    """One more tile of keys for R running softmaxes: q [R, D], k, v [N, D], seen [R, N]; top, total [R] and acc [R, D] so far.
-
-    Returns p [R, N] = 2^(score - top) and the three running values.
-    """
+    """One more tile of keys k, v [N, D] for R running softmaxes: q [R, D], seen [R, N]; top, total [R], acc [R, D] -> 2^(score - top) [R, N], those three."""
     if UPCAST:
         q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
     s = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))  # [R, N], in bits
@@ -426,16 +423,16 @@ PARTS = 64  # most parts that a row's keys are split into: what merge_kernel hol
 def config(D, dtype, rows, page, most=64):
     """Kernel constants for `rows` folded query rows: dict(R, N, DP), num_warps, num_stages.
 
-    Fixed, not autotuned: row counts and lengths change every round and would set off a new search. Registers and shared memory bound them
-    (tests/test_kernels.py compiles all of these for sm_80 and sm_90 and allows no spill): R is the least power of two from 16 (tl.dot's
-    minimum) that holds the rows, up to `most`; N = 64 keys keep the loads long, fewer where wide heads or fp32 leave no room, and N must
-    divide the page.
+    Fixed, not autotuned: row counts and lengths change every round and would set off a new search. R is the least power of two from 16
+    (tl.dot's minimum) that holds the rows, up to `most`. N keys a tile keep the loads long, as far as registers and shared memory allow
+    (tests/test_kernels.py compiles these for sm_80 and sm_90 and looks for spills), and N must divide the page: short pages are slower.
     """
-    DP = max(16, 1 << (D - 1).bit_length())  # other head sizes are padded to a power of two by masks
-    wide = DP * dtype.itemsize               # bytes of one key
-    R = min(max(16, 1 << (rows - 1).bit_length()), most if wide <= 512 else most // 2)
-    N = 64 if wide <= 256 else 32 if wide <= 512 else 16
-    return dict(R=R, N=min(N, page & -page), DP=DP), (4 if DP * R <= 64 * 128 else 8), (3 if wide <= 256 else 2)
+    DP, R = (max(16, triton.next_power_of_2(x)) for x in (D, rows))  # other head sizes are padded to a power of two by masks
+    if dtype == torch.float32:  # exact products have no tensor cores: they are unrolled into FMAs, whose operands fill the registers
+        R, N, warps, stages = min(R, most // 2), 32 if DP <= 64 else 16, 8, 2
+    else:
+        R, N, warps, stages = min(R, most), 64 if DP <= 128 else 32, 4 if DP * min(R, most) <= 4096 else 8, 3 if DP <= 128 else 2
+    return dict(R=R, N=min(N, page & -page), DP=DP), warps, stages
 
 
 def split(programs, keys, device, forced=None, longest=None):
@@ -467,6 +464,13 @@ def write_kv(k, v, k_pool, v_pool, slots):
     T, H, D = k.shape
     k, v = (x if x.stride()[1:] == (D, 1) else x.contiguous() for x in (k, v))  # a slice of the fused qkv matrix is taken as it lies
     write_kernel[(T,)](k, v, k_pool, v_pool, slots, k.stride(0), v.stride(0), k_pool.stride(0), H=H, HP=triton.next_power_of_2(H), D=D, DP=triton.next_power_of_2(D))
+
+
+def copy_pages(k_pools, v_pools, src, dst, page):
+    """Copy the pages src[i] -> dst[i] (lists or int64 tensors) in every layer's pools; no page may be in both."""
+    for pool in (*k_pools, *v_pools):
+        pages = pool.view(pool.shape[0], -1, page, pool.shape[2])  # [Hkv, pages, page, D]
+        pages[:, dst] = pages[:, src]
 
 
 @functools.cache
@@ -507,8 +511,6 @@ def dense_paged(q, k_pool, v_pool, page_table, kv_len, cu_q, page, max_q, want_m
     if not want_mass and parts is None and T == B * max_q and flash_decode_available(q, page):
         try:
             return flash_paged(q, k_pool, v_pool, page_table, kv_len, page), None
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as why:
             FLASH_REFUSED.add((q.dtype, D, page))
             warnings.warn(f"flash-attn refuses pages of {page} with heads of {D} in {q.dtype}, so nanoroll's own kernel takes over: {why}")

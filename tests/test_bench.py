@@ -1,0 +1,57 @@
+"""The bench: its table, its JSON line, its acceptance walk.    pytest tests/test_bench.py"""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+from model import load_pretrained
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*args):
+    return subprocess.run([sys.executable, "bench.py", *map(str, args)], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_table_and_json():
+    r = run("--batch", "2", "--context", "40,300", "--new-tokens", "8", "--methods", "ar,s3r,sparse", "--k", "2")
+    assert r.returncode == 0, r.stderr
+    doc = json.loads(r.stdout.splitlines()[-1])
+    assert {"device", "model", "bandwidth_gb_s", "rows"} <= set(doc) and len(doc["rows"]) == 6
+    for row in doc["rows"]:
+        assert {"method", "batch", "context", "tok_s", "speedup", "tau", "accept_rate", "k", "ms_draft", "ms_verify", "ms_other", "attention_share", "bandwidth_fraction"} <= set(row)
+        assert row["tok_s"] > 0 and (row["method"] != "ar" or row["speedup"] == 1.0) and (row["method"] != "s3r" or row["tau"] > 1)
+
+
+def test_acceptance_is_one_where_drafts_read_everything():
+    net, tok = load_pretrained("tiny", torch.float64)
+    net.requires_grad_(False)
+    ids = tok.encode("the quick brown fox jumps over the lazy dog " * 20)
+    assert bench.acceptance(net, ids, 200, 5, budget=1.0).min() > 1 - 1e-9
+    seen = bench.acceptance(net, ids, 400, 5, budget=1e-6, floor=32)
+    assert seen.shape == (5, 4) and seen.max() < 1 - 1e-9
+
+
+@pytest.mark.parametrize("args, words", [(["--batch", "x"], "whole numbers"), (["--context", "40000"], "limit of 32,768"), (["--methods", "eagle3"], "not built yet"),
+                                         (["--text", "nowhere.txt"], "not a file"), (["--bacth", "1"], "did you mean --batch"), (["--batch", "0"], "at least 1")])
+def test_mistakes_are_one_sentence(args, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args])
+    try:
+        code = bench.main()
+    except SystemExit as e:
+        code = e.code
+    said = capsys.readouterr().err.strip()
+    assert code == 2 and words in said and len(said.splitlines()) == 1, said
+
+
+@pytest.mark.real
+def test_acceptance_on_a_real_checkpoint(real_model):
+    """4K tokens of context, a sixteenth of it read: about 0.86 of the drafts would be accepted (README)."""
+    net, tok = load_pretrained(real_model, torch.bfloat16)
+    net.requires_grad_(False)
+    ids = tok.encode("".join(f.read_text() for f in sorted(ROOT.glob("*.py"))))
+    assert bench.acceptance(net, ids, 4096, 12).mean() > 0.75
