@@ -14,7 +14,7 @@ differ, and it belongs to the whole optimizer step: pass it in, and the gradient
 micro-batches or spread over ranks. Tokens are packed, [T] = the tokens of N responses one after another; masks come from lengths alone.
 
 Try it:  python grpo.py                       why exact weights on sparse samples still miss the dense update, enumerated
-         python train.py --data chain         also: ledger, ledger:8192, questions.jsonl, rows.parquet, openai/gsm8k:main
+         python train.py --data chain         also: chain:4, ledger, ledger:8192, questions.jsonl, rows.parquet, openai/gsm8k:main
          pytest tests/test_grpo.py
 """
 import functools
@@ -25,7 +25,8 @@ import math
 import random
 import re
 import runpy
-from dataclasses import dataclass, field
+import string
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -42,14 +43,14 @@ class Example:
     key: int  # the row in its data set: names the prompt in random streams, so it must be unique within a step
     messages: list  # [{"role": ..., "content": ...}, ...], as tok.chat takes them
     answer: str  # what the reward compares with; may be a whole solution that ends in "#### 4" or \boxed{4}
-    columns: dict = field(default_factory=dict)  # every column of the row, for rewards that need more than the answer
-    solution: str = ""  # a worked solution to imitate in a supervised warm-up; "" where the data has none
+    columns: dict  # every column of the row, for rewards that need more than the answer
+    solution: str  # a worked solution to imitate in a supervised warm-up; "" where the data has none
 
 
 def chain(rng, size):
     """Up to `size` operations applied from left to right, as on a pocket calculator; running totals stay within 0..99.
 
-    prompt "7 +5 -3 *2 = ?", solution "7+5=12\\n12-3=9\\n9*2=18\\n#### 18": about 20 to 100 bytes with size 10.
+    prompt "7 +5 -3 *2 = ?", solution "7+5=12\\n12-3=9\\n9*2=18\\n#### 18": 18 to 92 bytes, 54 on average, with size 10.
     """
     total = rng.randint(1, 20)
     prompt, lines = str(total), []
@@ -71,10 +72,13 @@ def ledger(rng, size):
 
     prompt "aB=42;q7=17;Zd=30;...;\\nZd+aB=?", solution "Zd=30\\naB=42\\n30+42=72\\n#### 72".
     """
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-    width = 2 if size < 18_000 else 3  # names: a letter, then letters or digits; 3,224 of two characters, 199,888 of three
+    signs, width = string.ascii_letters + string.digits, 2 if size < 18_000 else 3
+
+    def name(i):  # the i-th of 52 * 62^(width - 1) names: a letter, then letters or digits
+        return signs[i % 52] + "".join(signs[i // 52 // 62**j % 62] for j in range(width - 1))
+
     n = (size - 3 * width - 4) // (width + 4)
-    names = [letters[i % 52] + "".join(letters[i // 52 // 62**j % 62] for j in range(width - 1)) for i in rng.sample(range(52 * 62 ** (width - 1)), n)]
+    names = [name(i) for i in rng.sample(range(52 * 62 ** (width - 1)), n)]
     values = [rng.randint(10, 49) for _ in names]
     picked = rng.sample(range(n), rng.randint(2, 3))
     prompt = "".join(f"{k}={v};" for k, v in zip(names, values)) + "\n" + "+".join(names[i] for i in picked) + "=?"
@@ -85,51 +89,30 @@ def ledger(rng, size):
     return prompt, "\n".join(lines) + f"\n#### {total}", str(total)
 
 
-TASKS = {"chain": (chain, 10, 2, 64), "ledger": (ledger, 2300, 40, 1_000_000)}  # maker, size: default, least, greatest
+TASKS = {"chain": (chain, 10, 2, 64), "ledger": (ledger, 2300, 40, 1_000_000)}  # name: maker, its default size, least, greatest
 
 
 @dataclass
 class Task:
-    """An endless-looking list of Examples: task[i] is a pure function of (name, size, split, seed, i), so nothing is stored."""
+    """A list of Examples that stores none: task[i] is a pure function of (name, size, split, seed, i)."""
 
     name: str
     size: int
     split: str
     seed: int
-    rows: int
     system_prompt: str | None = None
 
     def __len__(self):
-        return self.rows
+        return 100_000 if self.split == "train" else 256
 
     def __getitem__(self, i):
-        i = range(self.rows)[i]  # IndexError past the end
+        i = range(len(self))[i]  # IndexError past the end
         for draw in itertools.count():
             prompt, solution, answer = TASKS[self.name][0](random.Random(f"{self.name}/{self.size}/{self.seed}/{i}/{draw}"), self.size)
             # The text of a problem decides its split (1 in 8 is held out), so no problem is ever in both, whatever the seeds.
             if (hashlib.blake2b(prompt.encode()).digest()[0] % 8 == 0) == (self.split == "heldout"):
                 columns = {"question": prompt, "solution": solution, "answer": answer}
                 return Example(i, as_messages(prompt, self.system_prompt), answer, columns, solution)
-
-
-def load_task(name, size=None, split="train", seed=0, rows=None, system_prompt=None):
-    """A built-in task as an indexable of Examples. size: most operations (chain, 10) or bytes of prompt (ledger, 2300)."""
-    if name not in TASKS:
-        raise ValueError(f"there is no task {name!r}: choose from {', '.join(TASKS)}")
-    _, default, least, greatest = TASKS[name]
-    size = default if size is None else size
-    if not least <= size <= greatest:
-        raise ValueError(f"task {name}:{size} is out of range: its size goes from {least} to {greatest} (default {default})")
-    if split not in ("train", "heldout"):
-        raise ValueError(f"task {name} has no split {split!r}: choose train or heldout")
-    return Task(name, size, split, seed, (100_000 if split == "train" else 256) if rows is None else rows, system_prompt)
-
-
-def as_messages(prompt, system_prompt=None):
-    """A prompt (text, or a list of messages) as messages; the system prompt goes first unless the row brings its own."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    own = bool(messages) and messages[0]["role"] == "system"
-    return messages if own or not system_prompt else [{"role": "system", "content": system_prompt}] + messages
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -141,22 +124,25 @@ PROMPTS, ANSWERS = ("prompt", "question", "problem"), ("answer", "solution", "ta
 def load_data(spec, split="train", prompt_column=None, answer_column=None, system_prompt=None, seed=0):
     """An indexable of Examples. Mistakes in the data are ValueErrors that name the file and the line.
 
-    spec: "chain", "ledger", "ledger:8192"     a built-in task and its size; split is train or heldout, seed makes other problems
+    spec: "chain:4", "ledger", "ledger:8192"   a built-in task and its size; split is train or heldout, seed makes other problems
           "rows.jsonl", "rows.parquet"         a local file (a file is one split: `split` and `seed` do not matter)
           "openai/gsm8k:main"                  a hub data set, its configuration after the colon, and `split`
     The prompt column holds text or a list of messages; the answer column text or a number. GSM8K is read as it is.
     """
     name, _, option = spec.partition(":")
     if name in TASKS:
-        if option and not re.fullmatch(r"[0-9]{1,9}", option):
-            raise ValueError(f"{spec!r}: the size after {name}: must be a whole number, as in {name}:{TASKS[name][1]}")
-        return load_task(name, int(option) if option else None, split, seed, system_prompt=system_prompt)
+        _, size, least, greatest = TASKS[name]
+        if option and not (re.fullmatch(r"[0-9]{1,9}", option) and least <= int(option) <= greatest):
+            raise ValueError(f"{spec!r}: the size of task {name} is a number from {least} to {greatest}, {size} if left out")
+        if split not in ("train", "heldout"):
+            raise ValueError(f"task {name} has no split {split!r}: choose train or heldout")
+        return Task(name, int(option or size), split, seed, system_prompt)
+    if spec.endswith((".jsonl", ".json", ".parquet")) and not Path(spec).is_file():
+        raise ValueError(f"{spec} is not a file: check the path given as data")
     if spec.endswith((".jsonl", ".json")):
         rows = read_jsonl(spec)
-    elif spec.endswith(".parquet"):
-        rows = ((f"{spec} row {i}", row) for i, row in enumerate(read_parquet(spec)))
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        rows = ((f"{spec} {split} row {i}", row) for i, row in enumerate(read_hub(name, option or None, split)))
+    elif spec.endswith(".parquet") or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        rows = read_table(spec, name, option or None, split)
     else:
         raise ValueError(f"cannot tell what data {spec!r} is: give a task ({', '.join(TASKS)}), a .jsonl or .parquet file, or a hub name such as openai/gsm8k:main")
     examples = [as_example(i, row, where, prompt_column, answer_column, system_prompt) for i, (where, row) in enumerate(rows)]
@@ -166,70 +152,51 @@ def load_data(spec, split="train", prompt_column=None, answer_column=None, syste
 
 
 def read_jsonl(path):
-    """Yield (where, row) for each line that is not blank; `where` is "file line n" for messages. Lines end at \\n alone."""
-    if not Path(path).is_file():
-        raise ValueError(f"{path} is not a file: check the path given as data")
+    """Yield (where, row) for each line that is not blank; `where` is "file line n", for messages. Only \\n ends a line."""
     with open(path, "rb") as file:
         for n, line in enumerate(file, 1):
             where = f"{path} line {n}"
             try:
-                line = line.decode("utf-8-sig" if n == 1 else "utf-8").strip()
-                row = json.loads(line) if line else None
+                line = line.decode("utf-8-sig").strip()
+                row = json.loads(line) if line else {}
             except (ValueError, RecursionError) as error:  # ValueError: broken json, bytes that are not utf-8, numbers of over 4,300 digits
                 raise ValueError(f"{where} cannot be read as json ({error}): each line must be one object") from None
-            if line and not isinstance(row, dict):
+            if not isinstance(row, dict):
                 raise ValueError(f"{where} is not an object but {type(row).__name__}: write it as {{\"prompt\": ..., \"answer\": ...}}")
             if line:
                 yield where, row
 
 
-def import_datasets(what):
+def read_table(spec, name, config, split):
+    """Yield (where, row) for each row of a parquet file, or of a hub data set; both need the `datasets` package (which brings pyarrow)."""
     try:
-        import datasets
-    except ImportError:
-        raise ValueError(f"reading {what} needs the datasets package: pip install datasets") from None
-    return datasets
+        if spec.endswith(".parquet"):
+            from pyarrow.parquet import read_table
+            rows = read_table(spec).to_pylist()
+        else:
+            from datasets import load_dataset
+            rows = load_dataset(name, config, split=split)
+    except ImportError as error:
+        raise ValueError(f"reading {spec} needs a package ({error}): pip install datasets") from None
+    except Exception as error:  # a broken file, no network, no such name, configuration or split: there is a class for each
+        raise ValueError(f"{spec} (split {split}) cannot be read: {shown(error)}") from error
+    yield from ((f"{spec} row {i}", row) for i, row in enumerate(rows))
 
 
-def read_parquet(path):
-    if not Path(path).is_file():
-        raise ValueError(f"{path} is not a file: check the path given as data")
-    datasets = import_datasets(path)
-    try:
-        return datasets.Dataset.from_parquet(str(path), keep_in_memory=True)
-    except Exception as error:  # whatever the parquet reader calls it
-        raise ValueError(f"{path} cannot be read as parquet ({first_line(error)})") from error
+def shown(value):
+    return ascii(value)[:160]
 
 
-def read_hub(name, config, split):
-    datasets = import_datasets(f"{name} from the hub")
-    try:
-        return datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # no network, no such name, configuration or split: `datasets` has a class for each
-        raise ValueError(f"cannot load {name} (configuration {config}, split {split}) from the hub: {first_line(error)}") from error
-
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def as_example(key, row, where, prompt_column=None, answer_column=None, system_prompt=None):
+def as_example(key, row, where, prompt_column, answer_column, system_prompt):
     """One row (a dict) as an Example; `where` names it in errors."""
-    prompt, answer = pick(row, prompt_column, PROMPTS, "prompt", where), pick(row, answer_column, ANSWERS, "answer", where)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: the prompt must be text or a list of messages, not {shown(prompt)}")
-    for message in messages:
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
-            raise ValueError(f"{where}: a message of the prompt must have a text `role` and a text `content`, not {shown(message)}")
-        if not message["content"].strip() or any("\ud800" <= c <= "\udfff" for c in message["content"]):
-            raise ValueError(f"{where}: the prompt holds no text or half a surrogate pair, which no tokenizer can read: {shown(message['content'])}")
-    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+    messages = as_messages(pick(row, prompt_column, PROMPTS, "prompt", where), system_prompt, where)
+    answer = pick(row, answer_column, ANSWERS, "answer", where)
+    if type(answer) in (int, float) and abs(answer) < math.inf:
         answer = format(Decimal(repr(answer)), "f")  # 1e-07 -> 0.0000001
     if not isinstance(answer, str) or not answer.strip():
         raise ValueError(f"{where}: the answer must be text or a number, not {shown(answer)}")
     solution = answer if "####" in answer else row.get("solution")
-    return Example(key, as_messages(messages, system_prompt), answer, row, solution if isinstance(solution, str) else "")
+    return Example(key, messages, answer, row, solution if isinstance(solution, str) else "")
 
 
 def pick(row, column, usual, what, where):
@@ -237,12 +204,20 @@ def pick(row, column, usual, what, where):
     found = [c for c in ((column,) if column else usual) if c in row]
     if not found:
         wanted = f"the {what} column {column!r}" if column else f"a {what} column ({', '.join(usual)})"
-        raise ValueError(f"{where} lacks {wanted}; it has {', '.join(map(str, row)) or 'none'}: name one with --{what}-column")
+        raise ValueError(f"{where} lacks {wanted}; it has {', '.join(row) or 'none'}: name one with --{what}-column")
     return row[found[0]]
 
 
-def shown(value):
-    return ascii(value)[:80]
+def as_messages(prompt, system_prompt=None, where="the prompt"):
+    """A prompt (text, or a list of messages) as messages; the system prompt goes first unless the row brings its own."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: the prompt must be text or a list of messages, not {shown(prompt)}")
+    for message in messages:
+        role, text = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(text, str) or not text.strip() or re.search("[\ud800-\udfff]", text):
+            raise ValueError(f"{where}: a message of the prompt must have a `role` and a `content` of text (not blank, no half surrogate pairs), not {shown(message)}")
+    return messages if messages[0]["role"] == "system" or not system_prompt else [{"role": "system", "content": system_prompt}] + messages
 
 
 def batch_keys(n_rows, prompts_per_step, seed, step):
@@ -274,13 +249,10 @@ def final_answer(text):
     Where there are both, the one that stands later counts ("#### Step 2" may be a heading). Text without either has no final answer and
     is never searched for numbers: "the answer is not 18" earns nothing.   r"so \boxed{\frac{1}{2}}." -> r"\frac{1}{2}";  r"\boxed{\frac{1}{2}" -> None
     """
-    start, answer = -1, None
-    for marker in re.finditer(r"(?<!#)####(?!#)", text):
-        start = marker.start()
-    if start >= 0:
-        answer = text[start + 4 :].lstrip().split("\n", 1)[0].strip()
+    start = max((marker.start() for marker in re.finditer(r"(?<!#)####(?!#)", text)), default=-1)
+    answer = text[start + 4 :].lstrip().split("\n", 1)[0].strip() if start >= 0 else None
     open_braces = []  # (start of the \boxed or -1, start of the content) of each brace that is not closed yet
-    for token in re.finditer(r"\\[\\{}]|\\boxed\s{0,8}\{|[{}]", text):
+    for token in re.finditer(r"\\[\\{}]|\\boxed\s{0,8}\{|[{}]", text):  # \\, \{ and \} are text, not braces
         if token[0] == "}" and open_braces:
             box, content = open_braces.pop()
             if box > start:
@@ -290,38 +262,36 @@ def final_answer(text):
     return answer or None
 
 
-DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
-DECIMAL = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
-UNIT = (r"(?:%|°\s?[CF]?|(?:mm|cm|m|km|in|ft|yd|mi|mg|g|kg|lbs?|oz|ml|l|s|sec|min|h|hrs?|mph|km/h|am|pm)\b\.?[23]?"
-        r"|[€£¥]|\s(?!(?:x|y|z|n|i|e|pi|or|and|to|plus|minus|times|dozen|hundred|thousand|million|billion|trillion)\b)[a-z][a-z ./-]*)")
-NUMBER = re.compile(rf"(?P<sign>[-+]?)\s?[$€£¥]?\s?(?P<sign2>[-+]?)(?:\\frac\s?(?:\{{\s?(?P<a>-?{DECIMAL})\s?\}}\s?\{{\s?(?P<b>-?{DECIMAL})\s?\}}|(?P<c>[0-9])(?P<d>[0-9]))"
-                    rf"|(?P<e>{DECIMAL})(?:\s?/\s?(?P<f>-?{DECIMAL}))?)\s?{UNIT}?", re.IGNORECASE)
-PLAIN = str.maketrans({**dict.fromkeys("−–—‒﹣－", "-"), **dict.fromkeys("\u00a0\u2009\u202f", " "), **dict.fromkeys("\u200b\ufeff\x00", "")})
+DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+UNIT = (r"(?:%|°\s?[CF]?|(?:mm|cm|m|km|in|ft|yd|mi|mg|g|kg|lbs?|oz|ml|l|s|sec|min|h|hrs?|mph|km/h|am|pm)\b\.?(?:\^?[23])?"
+        r"|\s(?!(?:and|plus|minus|times|dozen|hundred|thousand|million|billion|trillion)\b)[a-z]{3,}[a-z ./-]*)")
+NUMBER = re.compile(rf"(?P<sign>[-+]?)\s?(?:(?P<whole>[0-9]+)\s(?=[0-9]+\s?/))?(?P<over>{DECIMAL})(?:\s?/\s?(?P<under>-?{DECIMAL}))?\s?{UNIT}?", re.IGNORECASE)
+PLAIN = str.maketrans({**dict.fromkeys("−–—‒﹣－", "-"), **dict.fromkeys("$€£¥\u00a0\u2009\u202f", " "), **dict.fromkeys("\u200b\ufeff\x00", "")})
+LATEX = [(re.compile(pattern), new) for pattern, new in (
+    (r"\{,\}", ","), (r"\\%", "%"), (r"\^(?:\\circ|\{\\circ\})", "°"), (r"\\(?:text|textbf|mathrm|mathbf|mbox)\s?\{([^{}]*)\}", r" \1"),
+    (r"\\left|\\right|\\[,!;:()\[\]]|\\(?= )", ""), (r"\\[dt]frac", r"\\frac"), (r"\\frac\s?([0-9])\s?([0-9])", r" \1/\2"),
+    (rf"\\frac\s?\{{\s?(-?{DECIMAL})\s?\}}\s?\{{\s?(-?{DECIMAL})\s?\}}", r" \1/\2"), (r"\s+", " "))]
 
 
 def tidy(answer):
-    r"""An answer without its dress: \text{}, $ $, \( \), ** **, LaTeX spaces, closing punctuation, unicode minus signs."""
-    s = answer.translate(PLAIN).replace("{,}", ",").replace(r"\$", "$").replace(r"\%", "%").replace(r"^\circ", "°").replace(r"^{\circ}", "°")
-    s = re.sub(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s?\{([^{}]*)\}", r"\1", s)
-    s = re.sub(r"\\left|\\right|\\[,!;:()\[\]]|\\(?= )", "", s)
-    s = re.sub(r"\s+", " ", re.sub(r"\\[dt]frac", r"\\frac", s)).strip(" *_`")
-    return s.strip("$" if s.count("$") == 2 else "").rstrip(" .,;:!*_`").strip()
+    r"""An answer without its dress: currency signs, \text{}, \( \), ** **, LaTeX spaces, closing punctuation; \frac{1}{2} becomes 1/2."""
+    answer = answer.translate(PLAIN)
+    for pattern, new in LATEX:
+        answer = pattern.sub(new, answer)
+    return answer.strip(" *_`").rstrip(" .,;:!*_`")
 
 
 def number(answer):
     r"""An answer as an exact Fraction, or None if it is not a plain number.
 
-    Read: 18, 18.00, $1,234.50, -3/4, \frac{1}{2}, 004 (is 4), 50% (is 50), "18 dollars", 12cm, a minus sign in any font.
+    Read: 18, 18.00, $1,234.50, -3/4, \frac{1}{2}, 1 1/2, 004 (is 4), 50% (is 50), "18 dollars", 12cm, a minus sign in any font.
     Not read: powers and exponents (9**9**9, 1e5), sums, lists, "5x", "2 million", 1,23. Answers of over 1,000 characters are not numbers.
     """
-    if len(answer) > 1000:
+    m = NUMBER.fullmatch(tidy(answer)) if len(answer) <= 1000 else None
+    if not m:
         return None
-    m = NUMBER.fullmatch(tidy(answer))
-    if not m or (m["sign"] and m["sign2"]):
-        return None
-    over, under = m["a"] or m["c"] or m["e"], m["b"] or m["d"] or m["f"] or "1"
-    over, under = (Fraction(x.replace(",", "").rstrip(".")) for x in (over, under))
-    return None if under == 0 else (-over if "-" in (m["sign"], m["sign2"]) else over) / under
+    over, under = (Fraction(x.replace(",", "").rstrip(".")) for x in (m["over"], m["under"] or "1"))
+    return None if under == 0 else (-1 if m["sign"] == "-" else 1) * (int(m["whole"] or 0) + over / under)
 
 
 def same_answer(a, b):
@@ -337,8 +307,7 @@ def same_answer(a, b):
 
 def answer_reward(completion, answer):
     """1.0 if the completion's final answer equals the gold answer (whose own #### or box is looked for first), else 0.0."""
-    gold = final_answer(answer)
-    return float(same_answer(final_answer(completion), answer.strip() if gold is None else gold))
+    return float(same_answer(final_answer(completion), final_answer(answer) or answer))
 
 
 def exact_answer(prompts, completions, answers, columns):
@@ -357,40 +326,36 @@ def load_reward(spec):
 
 
 def score(reward, prompts, completions, answers, columns):
-    """Rewards [N] as floats; refuses a list of the wrong length or with entries that are not finite numbers, and names the function."""
+    """Rewards [N] as floats; refuses anything but one finite number a completion, and names the function."""
     name = getattr(reward, "__name__", str(reward))
     try:
-        rewards = list(reward(prompts, completions, answers, columns))
+        rewards = reward(prompts, completions, answers, columns)
     except KeyError as error:
         raise ValueError(f"reward {name} asks for {error}, which the data lacks: its columns are {', '.join(columns[0]) if columns else 'none'}") from error
-    if len(rewards) != len(completions):
-        raise ValueError(f"reward {name} returned {len(rewards)} rewards for {len(completions)} completions: it must return one each")
-    for i, r in enumerate(rewards):
-        if r is None or isinstance(r, str) or not math.isfinite(r):
-            raise ValueError(f"reward {name} returned {shown(r)} for completion {i}: rewards must be finite numbers")
-    return [float(r) for r in rewards]
+    try:
+        r = torch.as_tensor(rewards, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):  # None or text among them, or lists of unequal lengths
+        r = torch.tensor(math.nan)
+    if r.shape != (len(completions),) or not r.isfinite().all():
+        raise ValueError(f"reward {name} returned {shown(rewards)} for {len(completions)} completions: it must return a list of one finite number each")
+    return r.tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # advantages
+# advantages
 
 
-def grouped(rewards, groups):
-    """rewards as float64 [N], the group number of each [N], and per group: size, mean, std (population), and whether all rewards are equal."""
-    groups = groups.tolist() if torch.is_tensor(groups) else list(groups)
+def by_group(rewards, groups):
+    """-> rewards as float64 [N], and the rows of each group, {id: [i, ...]}: ids tell groups apart, not the order."""
     r = torch.as_tensor(rewards, dtype=torch.float64).detach()
-    if r.ndim != 1 or len(groups) != len(r):
-        raise ValueError(f"{len(groups)} group ids for rewards of shape {list(r.shape)}: give one id for each reward")
-    if not r.isfinite().all():
-        raise ValueError(f"reward {r[~r.isfinite()][0].item()} is not finite: mend the reward function")
-    order = {g: i for i, g in enumerate(dict.fromkeys(groups))}
-    g, n = torch.tensor([order[x] for x in groups], dtype=torch.long, device=r.device), len(order)
-    zeros = torch.zeros(n, dtype=r.dtype, device=r.device)
-    size = zeros.index_add(0, g, torch.ones_like(r))
-    mean = zeros.index_add(0, g, r) / size
-    std = (zeros.index_add(0, g, (r - mean[g]) ** 2) / size).sqrt()
-    flat = zeros.scatter_reduce(0, g, r, "amax", include_self=False) == zeros.scatter_reduce(0, g, r, "amin", include_self=False)
-    return r, g, size, mean, std, flat
+    groups = groups.tolist() if torch.is_tensor(groups) else list(groups)
+    if r.shape != (len(groups),) or not r.isfinite().all():
+        raise ValueError(f"{len(groups)} group ids for rewards {shown(r.tolist())}: give one id for each reward, and finite rewards")
+    rows = {}
+    for i, g in enumerate(groups):
+        rows.setdefault(g, []).append(i)
+    return r, rows
 
 
 def advantages(rewards, groups, scale="group"):
@@ -398,22 +363,23 @@ def advantages(rewards, groups, scale="group"):
 
     scale: "group" divides by the group's std + 1e-4 (GRPO), "batch" by the std of all rewards + 1e-4, "none" by nothing (Dr. GRPO).
     std is the population's. Equal rewards give exactly 0, and so does a group of one, which therefore teaches nothing.
-        advantages([1, 0, 0, 1], [7, 7, 7, 7])          -> [0.9998, -0.9998, -0.9998, 0.9998]     mean .5, std .5
-        advantages([1, 0, 3, 3], ["a", "a", "b", "b"], "none") -> [0.5, -0.5, 0, 0]
+        advantages([1, 0, 0, 1], [7, 7, 7, 7])                 -> [0.9998, -0.9998, -0.9998, 0.9998]     mean .5, std .5
+        advantages([1, 3, 0, 3], ["a", "b", "a", "b"], "none") -> [0.5, 0, -0.5, 0]
     """
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"there is no advantage scale {scale!r}: choose group, batch or none")
-    r, g, _, mean, std, flat = grouped(rewards, groups)
-    a = torch.where(flat[g], 0.0, r - mean[g])
-    if scale != "none" and len(r):
-        a = a / ((std[g] if scale == "group" else r.std(correction=0)) + 1e-4)
+    r, rows = by_group(rewards, groups)
+    a, whole = torch.zeros_like(r), 1.0 if scale == "none" else r.std(correction=0) + 1e-4
+    for i in rows.values():
+        if r[i].min() < r[i].max():
+            a[i] = (r[i] - r[i].mean()) / (r[i].std(correction=0) + 1e-4 if scale == "group" else whole)
     return a if torch.is_tensor(rewards) and rewards.dtype == torch.float64 else a.float()
 
 
 def frac_zero_std(rewards, groups):
     """The share of groups whose rewards are all equal: they carry no signal. At 1.0 the whole step has none."""
-    flat = grouped(rewards, groups)[-1]
-    return flat.double().mean().item() if len(flat) else 0.0
+    r, rows = by_group(rewards, groups)
+    return sum((r[i] == r[i[0]]).all().item() for i in rows.values()) / max(1, len(rows))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -510,7 +476,7 @@ def policy_loss(logps, old_logps, advantages, lengths, denominator, loss="dapo",
             "clip_ratio/low_mean": (kept * ((ratio < 1 - epsilon_low) & (a < 0))).sum(),
             "clip_ratio/high_mean": (kept * ((ratio > 1 + epsilon_high) & (a > 0))).sum(),
             "ratio/mean": (kept * ratio).sum(),
-            "ratio/max": (kept * ratio).max() if len(ratio) else kept.sum(),
+            "ratio/max": (kept * ratio).max(),
             "approx_kl": (kept * (ratio - 1 - log_ratio)).sum(),  # of the old policy to this one
             "kl": (kept * kl).sum(),  # of this one to the reference
         }
@@ -543,15 +509,11 @@ def is_correction(dense_logps, sample_logps, lengths, mode="token", cap=2.0):
     gap = dense_logps.detach().double() - sample_logps.detach().double()  # [T]
     log_w = per_token(per_sequence(gap, lengths), lengths) if mode.startswith("sequence") else gap
     w = log_w.clamp(-20, 20).exp()  # [T], never 0: a weight of 0 means masked
-    metrics = {"sampling/sampling_logp_difference/mean": gap.abs().mean().item(), "sampling/sampling_logp_difference/max": gap.abs().max().item(),
-               "sampling/importance_sampling_ratio/mean": w.mean().item(), "sampling/importance_sampling_ratio/min": w.min().item(),
-               "sampling/importance_sampling_ratio/max": w.max().item()} if len(w) else {}
-    over = w > cap
-    if mode == "none":
-        w, over = torch.ones_like(w), torch.zeros_like(over)
-    w = torch.where(over, 0.0, w) if mode.endswith("mask") else w.clamp(max=cap)
-    metrics["sampling/over_cap"] = over.double().mean().item() if len(w) else 0.0  # the share of tokens that were capped or masked
-    return w.float(), metrics
+    metrics = {"sampling/sampling_logp_difference/mean": gap.abs().mean(), "sampling/sampling_logp_difference/max": gap.abs().max(),
+               "sampling/importance_sampling_ratio/mean": w.mean(), "sampling/importance_sampling_ratio/min": w.min(),
+               "sampling/importance_sampling_ratio/max": w.max(), "sampling/over_cap": (w > cap).double().mean()}  # the share that a cap or mask would touch
+    w = torch.ones_like(w) if mode == "none" else w.where(w <= cap, 0.0) if mode.endswith("mask") else w.clamp(max=cap)
+    return w.float(), {k: v.item() for k, v in metrics.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -594,6 +556,6 @@ def group_bias_table():
 
 if __name__ == "__main__":
     print("The expected GRPO update when groups are sampled from m and trained towards d, against sampling from d (1.000 = faithful).\n")
-    print(f"{'G':>2}  {'d':18} {'m':18} {'rewards':16} {'std':6} {'weights':11} {'size':>6} {'cosine':>7}")
+    print(f"{'G':>2}  {'d':18} {'m':18} {'rewards':16} {'scale':6} {'weights':11} {'size':>6} {'cosine':>7}")
     for G, d, m, r, scale, weighting, size, cosine in group_bias_table():
         print(f"{G:2}  {str(d):18} {str(m):18} {str(r):16} {scale:6} {weighting:11} {size:6.3f} {cosine:7.3f}")

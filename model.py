@@ -41,6 +41,9 @@ from torch import nn
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
+NOT_QUANTISED = "take the bfloat16 or float32 one it was made from"  # remedies that several refusals give
+STRANGERS = "the files and config.json do not belong together"
+WEIGHTS_ALONE = "load the weights alone with tokenizer=False"
 
 
 @dataclass
@@ -69,17 +72,16 @@ def config_from_dict(raw):
     """config.json as a dict -> Config. Raises ValueError, in one sentence, for what this decoder cannot run exactly."""
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
-        raise ValueError(f"model_type {kind!r} is not supported: this decoder runs {', '.join(ARCHITECTURES)} (Llama, SmolLM2, Qwen2, Qwen2.5, Qwen3)")
-    missing = [k for k in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings") if not raw.get(k)]
-    if missing:
+        raise ValueError(f"model_type {kind!r} is not supported: this decoder runs {', '.join(ARCHITECTURES)} (SmolLM2 is a llama, Qwen2.5 a qwen2)")
+    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+    if missing := [k for k in needed if not raw.get(k)]:
         raise ValueError(f"config.json has no {', '.join(missing)}: copy the config that came with the weights")
     layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
     kv_heads = raw.get("num_key_value_heads") or heads
-    head_dim = (raw.get("head_dim") if kind != "qwen2" else None) or (128 if kind == "qwen3" else raw["hidden_size"] // heads)
-    quantised = raw.get("quantization_config") or raw.get("compression_config")
+    head_dim = raw.get("head_dim") or (128 if kind == "qwen3" else raw["hidden_size"] // heads)
     windowed = kind != "llama" and raw.get("use_sliding_window") and raw.get("max_window_layers", 28) < layers
-    if quantised:
-        raise ValueError(f"the checkpoint is quantised ({quantised.get('quant_method', 'unknown method')}): take the bfloat16 or float32 one it was made from")
+    if quantised := raw.get("quantization_config") or raw.get("compression_config"):
+        raise ValueError(f"the checkpoint is quantised ({quantised.get('quant_method', 'unknown method')}): {NOT_QUANTISED}")
     if windowed and not raw.get("layer_types") or any(t != "full_attention" for t in raw.get("layer_types") or ()):
         raise ValueError("some layers use sliding-window attention, which is not supported: take a checkpoint with use_sliding_window false")
     if raw.get("hidden_act", "silu") != "silu":
@@ -87,9 +89,10 @@ def config_from_dict(raw):
     if heads % kv_heads or head_dim % 2:
         raise ValueError(f"{heads} query heads must be a multiple of {kv_heads} key/value heads, and head_dim {head_dim} must be even")
     bias = kind != "qwen2" and bool(raw.get("attention_bias", False))
-    return Config(kind, raw["vocab_size"], raw["hidden_size"], layers, heads, kv_heads, head_dim, raw["intermediate_size"], raw.get("rms_norm_eps", 1e-6),
-                  rope_settings(raw), raw["max_position_embeddings"], bool(raw.get("tie_word_embeddings", False)), qkv_bias=bias or kind == "qwen2",
-                  o_bias=bias, mlp_bias=kind == "llama" and bool(raw.get("mlp_bias", False)), qk_norm=kind == "qwen3", raw=raw)
+    return Config(kind, raw["vocab_size"], raw["hidden_size"], layers, heads, kv_heads, head_dim, intermediate=raw["intermediate_size"],
+                  rms_eps=raw.get("rms_norm_eps", 1e-6), rope=rope_settings(raw), context=raw["max_position_embeddings"],
+                  tie=bool(raw.get("tie_word_embeddings", False)), qkv_bias=bias or kind == "qwen2", o_bias=bias,
+                  mlp_bias=kind == "llama" and bool(raw.get("mlp_bias", False)), qk_norm=kind == "qwen3", raw=raw)
 
 
 def rope_settings(raw):
@@ -106,8 +109,7 @@ def rope_settings(raw):
         rope["rope_theta"] = 10000.0
     if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError("partial_rotary_factor is not supported: every dimension of a head must be rotated")
-    lacks = [k for k in ROPE_KEYS[kind] if not rope.get(k)]
-    if lacks:
+    if lacks := [k for k in ROPE_KEYS[kind] if not rope.get(k)]:
         raise ValueError(f"rope type {kind!r} needs {', '.join(lacks)} in config.json")
     if kind in ("llama3", "yarn"):
         original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
@@ -193,9 +195,9 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """`net(ids, positions, attention)` -> hidden [T, H] after the final norm; `net.logits(hidden)` -> [n, V].
 
-    config          the Config                                  checkpointing  recompute each layer in backward (default False): less memory, one more forward
-    vocab           real token ids; rows past it are padding    stop_ids       tuple: union of tokenizer, config.json and generation_config.json
-    context         the longest sequence it was made for        generation     generation_config.json as a dict, or None
+    config    the Config                                  checkpointing  recompute each layer in backward (default False): less memory, one more forward
+    vocab     real token ids; rows past it are padding    stop_ids       tuple: union of tokenizer, config.json and generation_config.json
+    context   the longest sequence it was made for        generation     generation_config.json as a dict, or None
     """
 
     def __init__(self, config):
@@ -256,7 +258,7 @@ def empty_model(config, dtype, device):
 
 
 def random_model(raw, seed=0, dtype=torch.float32, device="cpu"):
-    """A decoder with fresh weights, normal(0, initializer_range) as transformers draws them, from a config.json dict. Equal for every dtype and device."""
+    """A decoder with fresh weights, normal(0, initializer_range) as in transformers, from a config.json dict. Equal for every dtype and device."""
     net, random = empty_model(config_from_dict(raw), dtype, device), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in net.named_parameters():
@@ -281,9 +283,10 @@ def file_names(net):
     c = net.config
     for name, p in net.named_parameters():  # "layers.3.qkv.weight"
         *where, module, kind = name.split(".")
-        rows = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim] if module == "qkv" else [p.shape[0] // len(STACKS[module])] * len(STACKS[module])
+        parts = STACKS[module]
+        rows = [c.heads * c.head_dim] + [c.kv_heads * c.head_dim] * 2 if module == "qkv" else [len(p) // len(parts)] * len(parts)
         prefix = ".".join(["model", *where, ""]) if where else ""
-        yield name, [(f"{prefix}{part}.{kind}", n) for part, n in zip(STACKS[module], rows)]
+        yield name, [(f"{prefix}{part}.{kind}", n) for part, n in zip(parts, rows)]
 
 
 def open_weights(folder):
@@ -295,8 +298,9 @@ def open_weights(folder):
     elif index.exists():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
     else:
-        found = ", ".join(sorted(f.name for f in folder.iterdir())) or "nothing"
-        raise ValueError(f"{folder} has neither model.safetensors nor its index (found: {found}); pickled .bin files are never opened, convert them to safetensors")
+        found = sorted(f.name for f in folder.iterdir())
+        raise ValueError(f"{folder} has neither model.safetensors nor its index (found: {', '.join(found[:9])}{', ...' * (len(found) > 9)}); "
+                         "pickled .bin files are never opened, convert them to safetensors")
     tensors = {}
     for name in names:
         if "/" in name or not (folder / name).is_file():
@@ -311,29 +315,30 @@ def open_weights(folder):
 
 def load_weights(net, folder):
     """Fills every parameter of `net` from the files; a tensor that is missing, left over, of another shape or quantised is a ValueError."""
-    tensors, table = open_weights(folder), dict(file_names(net))
+    tensors, table, config = open_weights(folder), dict(file_names(net)), net.config
     wanted = {name for parts in table.values() for name, _ in parts}
     spare = {name for name in tensors if name not in wanted and not name.endswith("rotary_emb.inv_freq")}  # old Llama files carry rope's table
     missing = sorted(wanted - set(tensors))
-    if net.config.tie and "lm_head.weight" in spare and "model.embed_tokens.weight" in tensors:
+    if config.tie and "lm_head.weight" in spare and "model.embed_tokens.weight" in tensors:
         spare.remove("lm_head.weight")
         if not torch.equal(*(tensors[name].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))):
-            raise ValueError(f"{folder}: config.json ties the head to the embedding, but the file's lm_head.weight differs from it: set tie_word_embeddings to false")
+            raise ValueError(f"{folder}: config.json ties the head to the embedding, but the stored lm_head.weight differs from it: set tie_word_embeddings "
+                             "to false")
     if missing == ["lm_head.weight"]:
-        raise ValueError(f"{folder}: config.json says tie_word_embeddings false, but no lm_head.weight is stored: the head is lost, or the model is tied and the config wrong")
+        raise ValueError(f"{folder}: config.json says tie_word_embeddings false, but no lm_head.weight is stored: the head is lost, or the config is wrong")
     if missing:
-        raise ValueError(f"{folder}: {len(missing)} of {len(wanted)} tensors are missing, first {missing[0]}: the files and config.json do not belong together")
+        raise ValueError(f"{folder}: {len(missing)} of {len(wanted)} tensors are missing, first {missing[0]}: {STRANGERS}")
     if spare:
-        raise ValueError(f"{folder}: {len(spare)} tensors have no place in a {net.config.model_type} model, first {min(spare)}: the files and config.json do not belong together")
+        raise ValueError(f"{folder}: {len(spare)} tensors have no place in a {config.model_type} model, first {min(spare)}: {STRANGERS}")
     with torch.no_grad():
         for name, p in net.named_parameters():
             row = 0
             for part, rows in table[name]:
                 t, shape = tensors[part].get_tensor(part), (rows, *p.shape[1:])
                 if tuple(t.shape) != shape:
-                    raise ValueError(f"{folder}: {part} is {list(t.shape)} where config.json asks for {list(shape)}: the files and config.json do not belong together")
+                    raise ValueError(f"{folder}: {part} is {list(t.shape)} where config.json asks for {list(shape)}: {STRANGERS}")
                 if t.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-                    raise ValueError(f"{folder}: {part} is stored as {t.dtype}, a quantised checkpoint: take the bfloat16 or float32 one it was made from")
+                    raise ValueError(f"{folder}: {part} is stored as {t.dtype}, a quantised checkpoint: {NOT_QUANTISED}")
                 p[row:row + rows].copy_(t)
                 row += rows
 

@@ -88,7 +88,8 @@ def uniform(seeds, purpose, rounds, index):
     """53-bit float64 in [0, 1), named by (request seed, purpose, round, index): tensors or ints that broadcast, seeds int64."""
     x = seeds
     for part in (purpose, rounds, index):
-        x = mix(x + (torch.as_tensor(part, device=x.device) + 1) * STEP)  # a tensor: its product wraps, an int's would not
+        part = part if torch.is_tensor(part) else torch.full((), part, device=x.device)  # a tensor: its product wraps, an int's would not
+        x = mix(x + (part + 1) * STEP)
     return ((x >> 11) & 0x1FFFFFFFFFFFFF).double() * 2.0**-53
 
 
@@ -104,7 +105,7 @@ def draw_weights(w, u):
     c = w.cumsum(-1, dtype=torch.float64)
     ids = torch.searchsorted(c, (u * c[:, -1])[:, None], right=True).clamp_(max=w.shape[1] - 1)  # the first whose sum is past u
     none = w.gather(1, ids) == 0
-    if none.any():  # rounding: u * sum came out as the sum, or a parallel scan was not monotone
+    if w.is_cuda or none.any():  # rounding: u * sum came out as the sum, or a parallel scan was not monotone (asking would stall a GPU)
         ids = torch.where(none, w.argmax(-1, keepdim=True), ids)
     return ids[:, 0]
 
@@ -117,8 +118,8 @@ def draw(logp, u):
 def perturbed_argmax(logp, seeds, positions):
     """argmax(log p + g) [n], a draw from p. In slices: on a CPU they stay in its cache, and the noise of all rows would be the largest tensor of all."""
     step = max(1, 2 ** (24 if logp.is_cuda else 17) // logp.shape[1])
-    slices = [slice(a, a + step) for a in range(0, len(logp), step)]
-    return torch.cat([gumbel(seeds[i], positions[i], logp.shape[1], logp.device).add_(logp[i]).argmax(-1) for i in slices])
+    slices = zip(logp.split(step), seeds.split(step), positions.split(step))
+    return torch.cat([gumbel(s, at, x.shape[1], x.device).add_(x).argmax(-1) for x, s, at in slices])
 
 
 RULES = ("rejection", "block", "coupled", "greedy")
@@ -182,7 +183,7 @@ def odds(rule, logp, logq, drafts, k):
     on = (slot > 0).nonzero()[:, 0]  # S of the first i drafts is measured at slot i, if that was drafted
     row, i = row[on], slot[on]
     wi = w[row, i]
-    S = logp[at[on]].exp_().mul_(wi[:, None].to(logp.dtype)).sub_(logq[on].exp_()).clamp_(min=0).sum(-1, dtype=torch.float64)
+    S = logp[at[on]].exp_().mul_(wi[:, None].to(logp.dtype)).sub_(logq[on].exp_()).clamp_(min=0).sum(-1).double()
     h[row, i - 1] = torch.where(wi < 1, S / (S + 1 - wi), 1.0)
     return h, w
 
@@ -223,16 +224,15 @@ def verify(rule, logp, logq, drafts, k, seeds, rounds, positions, want_alpha=Fal
     B, N, dev = len(k), len(drafts), logp.device
     if len(logp) != N + B or len(logq) != N:
         raise ValueError(f"{N} drafts in {B} rows need {N + B} rows of logp and {N} of logq, not {len(logp)} and {len(logq)}: each row has one of p more, its bonus")
-    first, row, slot, at = packing(k, N)
+    _, row, slot, at = packing(k, N)
     alpha = logp[at].minimum(logq).exp_().sum(-1) if want_alpha else None  # [N]
     if rule not in ("rejection", "block"):
-        rows = torch.repeat_interleave(torch.arange(B, device=dev), k + 1, output_size=N + B)                              # [T]
-        place = positions[rows] + torch.arange(N + B, device=dev) - (first + torch.arange(B, device=dev))[rows]            # [T] absolute
-        y = target_token(rule, logp, seeds[rows], rounds[rows], place)                                                     # [T]
+        start, rows, place, _ = packing(k + 1, N + B)
+        y = target_token(rule, logp, seeds[rows], rounds[rows], positions[rows] + place)  # [T] what plain decoding says after each draft
         hits = torch.zeros(B, int(k.max()), dtype=torch.bool, device=dev)
         hits[row, slot] = y[at] == drafts
         accepted = stands(rule, hits)
-        return Verdict(accepted, y[first + torch.arange(B, device=dev) + accepted], alpha)
+        return Verdict(accepted, y[start + accepted], alpha)
     h, w = odds(rule, logp, logq, drafts, k)
     accepted = stands(rule, uniform(seeds[:, None], COIN, rounds[:, None], torch.arange(h.shape[1], device=dev)) < h)
     return Verdict(accepted, draw_weights(final_weights(logp, logq, k, accepted, w), uniform(seeds, FINAL, rounds, 0)), alpha)
@@ -256,9 +256,8 @@ def round_law(rule, p, q, k):
             chance = drawn * math.prod(t if hit else 1 - t for hit, t in zip(hits, h[0].tolist()))
             if chance == 0:
                 continue
-            a = stands(rule, torch.tensor([hits]).view(1, k))
-            f = final_weights(logp, logq, ks, a, w)[0]
-            for y, z in enumerate((f / f.sum()).tolist()):
+            a = stands(rule, torch.tensor([hits], dtype=torch.bool))
+            for y, z in enumerate(torch.nn.functional.normalize(final_weights(logp, logq, ks, a, w)[0], 1, 0).tolist()):
                 if z:
                     out[x[:a] + (y,)] = out.get(x[:a] + (y,), 0.0) + chance * z
     return out
@@ -290,8 +289,7 @@ def speedup(alpha, k, t_plain, t_draft, t_verify):
 def best_k(alpha, cost, k_max, current=None, margin=0.03):
     """The k in 0..k_max with most E[tokens] per second, cost(k) = seconds of a round, cost(0) of a plain one.
 
-    `current` stays unless another k is better by `margin`: an estimate that wobbles shall not flip it every round.
-    """
+    `current` stays unless another k is better by `margin`: an estimate that wobbles shall not flip it every round."""
     rate = [expected_tokens(alpha, k) / cost(k) for k in range(k_max + 1)]
     best = max(range(k_max + 1), key=rate.__getitem__)
     return best if current is None or current > k_max or rate[best] > (1 + margin) * rate[current] else current

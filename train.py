@@ -50,8 +50,8 @@ def flags():
     g.add_argument("--system-prompt", default=None, help="put before every prompt that does not bring its own")
     g.add_argument("--reward", default="exact_answer", help="exact_answer, or FILE.py:NAME of (prompts, completions, answers, columns) -> numbers")
     g = p.add_argument_group("rollouts")
-    g.add_argument("--steps", type=int, default=40)
-    g.add_argument("--prompts", type=int, default=16, help="prompts a step (sft: examples)")
+    g.add_argument("--steps", type=int, default=30)
+    g.add_argument("--prompts", type=int, default=32, help="prompts a step (sft: examples)")
     g.add_argument("--group", type=int, default=8, help="responses to each prompt")
     g.add_argument("--max-new-tokens", type=int, default=128)
     g.add_argument("--temperature", type=float, default=1.0)
@@ -74,7 +74,7 @@ def flags():
     g.add_argument("--is-correction", default="auto", choices=("auto", "none", "token", "sequence", "token-mask", "sequence-mask"), help="auto: none where the rollout is exact, in fp32; else token")
     g.add_argument("--is-cap", type=float, default=2.0)
     g.add_argument("--mask-truncated", action="store_true", help="leave responses that ran into the length limit out of the loss")
-    g.add_argument("--lr", type=float, default=1e-4)
+    g.add_argument("--lr", type=float, default=None, help="default: 1e-4 for the tiny model, 1e-6 for others")
     g.add_argument("--lr-schedule", default="constant", choices=("constant", "linear", "cosine"))
     g.add_argument("--lr-steps", type=int, default=None, help="steps over which the schedule falls to 0; default: --steps of the first start")
     g.add_argument("--warmup", type=int, default=0, help="steps over which lr rises to --lr")
@@ -96,7 +96,10 @@ def flags():
     g.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp64"), help="of rollouts and of the forward pass; weights and moments are fp32 at least")
     g.add_argument("--device", default="auto")
     g.add_argument("--wandb", default=None, metavar="PROJECT", help="also log to Weights & Biases")
-    return p.parse_args()
+    a = p.parse_args()
+    if a.lr is None:
+        a.lr = 1e-4 if a.model == "tiny" else 1e-6
+    return a
 
 
 MAY_CHANGE = {"steps", "eval_data", "eval_every", "eval_prompts", "eval_temperature", "save_every", "device", "wandb", "resume", "out", "cost"}
