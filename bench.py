@@ -241,7 +241,7 @@ def acceptance(net, ids, start, positions, k=4, budget=0.0625, temperature=1.0, 
         view = cache.dense([row.kv], [len(part)], score=True)
         net(torch.tensor(part, device=dev), torch.arange(a, a + len(part), device=dev), view)
     drafter.start([[row]], [row.kv], view, [len(part) - 1])
-    seen = torch.zeros(positions, k)
+    seen = torch.zeros(positions, k, dtype=torch.float64)
     for i in range(positions):
         n = start + stride * i
         drafts, logq = drafter.propose([row], [k])

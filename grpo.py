@@ -142,7 +142,7 @@ def load_data(spec, split="train", prompt_column=None, answer_column=None, syste
     if spec.endswith((".jsonl", ".json")):
         rows = read_jsonl(spec)
     elif spec.endswith(".parquet") or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        rows = read_table(spec, name, option or None, split)
+        rows = read_rows(spec, name, option or None, split)
     else:
         raise ValueError(f"cannot tell what data {spec!r} is: give a task ({', '.join(TASKS)}), a .jsonl or .parquet file, or a hub name such as openai/gsm8k:main")
     examples = [as_example(i, row, where, prompt_column, answer_column, system_prompt) for i, (where, row) in enumerate(rows)]
@@ -167,19 +167,19 @@ def read_jsonl(path):
                 yield where, row
 
 
-def read_table(spec, name, config, split):
+def read_rows(spec, name, config, split):
     """Yield (where, row) for each row of a parquet file, or of a hub data set; both need the `datasets` package (which brings pyarrow)."""
     try:
         if spec.endswith(".parquet"):
-            from pyarrow.parquet import read_table
-            rows = read_table(spec).to_pylist()
+            from pyarrow import parquet
+            rows = parquet.read_table(spec).to_pylist()
         else:
             from datasets import load_dataset
             rows = load_dataset(name, config, split=split)
     except ImportError as error:
         raise ValueError(f"reading {spec} needs a package ({error}): pip install datasets") from None
     except Exception as error:  # a broken file, no network, no such name, configuration or split: there is a class for each
-        raise ValueError(f"{spec} (split {split}) cannot be read: {shown(error)}") from error
+        raise ValueError(f"{spec} cannot be read: {shown(error)}") from error
     yield from ((f"{spec} row {i}", row) for i, row in enumerate(rows))
 
 
@@ -203,7 +203,7 @@ def pick(row, column, usual, what, where):
     """row[column], or the first of the usual columns where no flag names one."""
     found = [c for c in ((column,) if column else usual) if c in row]
     if not found:
-        wanted = f"the {what} column {column!r}" if column else f"a {what} column ({', '.join(usual)})"
+        wanted = f"the {what} column {column!r}" if column else f"any {what} column ({', '.join(usual)})"
         raise ValueError(f"{where} lacks {wanted}; it has {', '.join(row) or 'none'}: name one with --{what}-column")
     return row[found[0]]
 
@@ -216,7 +216,7 @@ def as_messages(prompt, system_prompt=None, where="the prompt"):
     for message in messages:
         role, text = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(text, str) or not text.strip() or re.search("[\ud800-\udfff]", text):
-            raise ValueError(f"{where}: a message of the prompt must have a `role` and a `content` of text (not blank, no half surrogate pairs), not {shown(message)}")
+            raise ValueError(f"{where}: each message must have a `role` and a `content` of text (not blank, no half surrogate pairs), not {shown(message)}")
     return messages if messages[0]["role"] == "system" or not system_prompt else [{"role": "system", "content": system_prompt}] + messages
 
 

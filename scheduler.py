@@ -21,6 +21,7 @@ Try it:  python scheduler.py --model tiny --prompt "7 +5 -3 = ?" --method s3r   
 import argparse
 import difflib
 import json
+import math
 import os
 import platform
 import sys
@@ -489,6 +490,8 @@ class Engine:
     def _commit(self, row, tokens, logps):
         """Append what a round has decided, cut at the first stop token and at the row's limit."""
         r = row.response
+        if not all(map(math.isfinite, logps)):
+            raise FloatingPointError(f"the model's probabilities are not finite at position {len(row.tokens)} of prompt {r.group}: its weights have diverged, or {self.cache.dtype} is too narrow for it")
         for i, token in enumerate(tokens):
             if token in self.stop_ids:
                 tokens, r.finish = tokens[:i + 1], "stop"
@@ -727,7 +730,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 def main():
     p = Flags(prog="scheduler.py", description="Stream one answer from a model, with its speed.")
     p.add_argument("--model", default="tiny", help="a folder in Hugging Face format, a hub name, or tiny")
-    p.add_argument("--prompt", required=True, help="a user's message; - reads it from stdin")
+    p.add_argument("--prompt", default=None, help="a user's message; - reads it from stdin")
     p.add_argument("--method", default="s3r", help=", ".join(METHODS))
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--temperature", type=float, default=1.0)
@@ -742,6 +745,8 @@ def main():
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
     try:
+        if not a.prompt:
+            raise ValueError("give --prompt TEXT, or --prompt - to read it from stdin")
         check_method(a.method, a.verify, a.temperature, a.k, a.budget)
         device = pick_device(a.device)
         from model import load_pretrained  # the engine knows no model; only this command line does

@@ -123,6 +123,8 @@ def check(a):
     if a.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("--wandb needs the wandb package: pip install wandb")
     grpo.load_reward(a.reward)
+    if a.cost:
+        Cost.load(a.cost)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -481,7 +483,7 @@ def refresh(replica, net):
 def main():
     try:
         run(flags())
-    except (ValueError, torch.OutOfMemoryError) as e:
+    except (ValueError, FloatingPointError, torch.OutOfMemoryError) as e:
         return refuse(str(e))
     except KeyboardInterrupt:
         print("\nstopped; what was written stands, and --resume goes on from the last checkpoint", file=sys.stderr)

@@ -67,7 +67,8 @@ def test_splits_are_disjoint_whatever_the_seeds():
         grpo.load_data("chain")[100_000]
 
 
-@pytest.mark.parametrize("spec, split, words", [("chain:1", "train", "from 2 to 64"), ("chain:x", "train", "from 2 to 64"), ("ledger:2000000", "train", "40 to 1000000"),
+@pytest.mark.parametrize("spec, split, words", [("chain:1", "train", "from 2 to 64"), ("chain:x", "train", "from 2 to 64"),
+                                                ("ledger:2000000", "train", "40 to 1000000"),
                                                 ("chain", "test", "choose train or heldout"), ("chian", "train", "cannot tell what data 'chian' is")])
 def test_task_mistakes(spec, split, words):
     with pytest.raises(ValueError, match=re.escape(words)):
@@ -88,7 +89,8 @@ def test_jsonl_of_any_columns(tmp_path):
     a, b = grpo.load_data(path)
     assert (a.key, a.messages, a.answer, a.columns["source"]) == (0, [{"role": "user", "content": "1+1?"}], "2", "x")
     assert (b.key, b.messages[0]["content"], b.answer) == (1, "line\u2028separator", "0.5")
-    path = write(tmp_path / "b.jsonl", {"q": [{"role": "user", "content": "hi"}], "gold": 1e-7}, {"q": [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}], "gold": "yes"})
+    path = write(tmp_path / "b.jsonl", {"q": [{"role": "user", "content": "hi"}], "gold": 1e-7}, {"q": [{"role": "system", "content": "own"},
+                                                                                                        {"role": "user", "content": "hi"}], "gold": "yes"})
     a, b = grpo.load_data(path, prompt_column="q", answer_column="gold", system_prompt="Be brief.")
     assert [m["content"] for m in a.messages] == ["Be brief.", "hi"] and a.answer == "0.0000001"
     assert [m["content"] for m in b.messages] == ["own", "hi"], "a row's own system prompt stays the only one"
@@ -106,12 +108,16 @@ GOOD = {"prompt": "1+1?", "answer": "2"}
 
 
 @pytest.mark.parametrize("row, words", [
-    (b'{"prompt": ', "cannot be read as json"), (b'{"prompt": "\xff"}', "cannot be read as json"), (b"[" * 100_000, "cannot be read as json"), (b"[1]", "not an object but list"),
+    (b'{"prompt": ', "cannot be read as json"), (b'{"prompt": "\xff"}', "cannot be read as json"), (b"[" * 100_000, "cannot be read as json"),
+    (b"[1]", "not an object but list"),
     (b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}", "cannot be read as json"), (b"null", "not an object but NoneType"),
-    ({"text": "a", "answer": "b"}, "lacks a prompt column (prompt, question, problem); it has text, answer: name one with --prompt-column"),
-    ({"prompt": "a"}, "lacks a answer column"), ({"prompt": "  ", "answer": "1"}, "not blank"), ({"prompt": "\ud800", "answer": "1"}, "half surrogate"),
-    ({"prompt": [], "answer": "1"}, "text or a list of messages"), ({"prompt": ["a"], "answer": "1"}, "`role`"), ({"prompt": [{"role": "user"}], "answer": "1"}, "`content`"),
-    ({"prompt": "a", "answer": None}, "the answer must be text or a number"), ({"prompt": "a", "answer": True}, "text or a number"), ({"prompt": "a", "answer": math.nan}, "text or a number"),
+    ({"text": "a", "answer": "b"}, "lacks any prompt column (prompt, question, problem); it has text, answer: name one with --prompt-column"),
+    ({"prompt": "a"}, "lacks any answer column"), ({"prompt": "  ", "answer": "1"}, "not blank"),
+    ({"prompt": "\ud800", "answer": "1"}, "half surrogate"),
+    ({"prompt": [], "answer": "1"}, "text or a list of messages"), ({"prompt": ["a"], "answer": "1"}, "`role`"),
+    ({"prompt": [{"role": "user"}], "answer": "1"}, "`content`"),
+    ({"prompt": "a", "answer": None}, "the answer must be text or a number"), ({"prompt": "a", "answer": True}, "text or a number"),
+    ({"prompt": "a", "answer": math.nan}, "text or a number"),
 ])
 def test_bad_rows_name_file_and_line(tmp_path, row, words):
     path = write(tmp_path / "bad.jsonl", GOOD, b"", row)
@@ -122,7 +128,8 @@ def test_bad_rows_name_file_and_line(tmp_path, row, words):
 
 def test_missing_named_column_missing_file_empty_file(tmp_path):
     path = write(tmp_path / "a.jsonl", GOOD)
-    for kwargs, words in ((dict(prompt_column="q"), "line 1 lacks the prompt column 'q'; it has prompt, answer"), (dict(answer_column="gold"), "name one with --answer-column")):
+    for kwargs, words in ((dict(prompt_column="q"), "line 1 lacks the prompt column 'q'; it has prompt, answer"),
+                          (dict(answer_column="gold"), "name one with --answer-column")):
         with pytest.raises(ValueError, match=words):
             grpo.load_data(path, **kwargs)
     for name in ("nowhere.jsonl", "nowhere.parquet"):
@@ -135,14 +142,15 @@ def test_missing_named_column_missing_file_empty_file(tmp_path):
 def test_parquet(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": [{"role": "user", "content": "1+1?"}], "solution": "2"}, {"prompt": [{"role": "user", "content": "1+2?"}], "solution": None}]), path)
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": [{"role": "user", "content": "1+1?"}], "solution": "2"},
+                                                   {"prompt": [{"role": "user", "content": "1+2?"}], "solution": None}]), path)
     with pytest.raises(ValueError, match="a.parquet row 1: the answer must be"):
         grpo.load_data(str(path))
     parquet.write_table(pyarrow.Table.from_pylist([{"question": "1+1?", "answer": 2}]), path)
     (e,) = grpo.load_data(str(path))
     assert (e.messages[0]["content"], e.answer, e.columns) == ("1+1?", "2", {"question": "1+1?", "answer": 2})
     path.write_bytes(b"PAR1 not")
-    with pytest.raises(ValueError, match="a.parquet .* cannot be read"):
+    with pytest.raises(ValueError, match="a.parquet cannot be read"):
         grpo.load_data(str(path))
 
 
@@ -157,7 +165,7 @@ def test_hub_names_without_a_network(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
     assert grpo.load_data("openai/gsm8k:main", "test")[0].answer == "#### 2"
-    with pytest.raises(ValueError, match="no/where .* cannot be read: .*no route") as error:
+    with pytest.raises(ValueError, match="no/where cannot be read: .*no route") as error:
         grpo.load_data("no/where")
     assert "\n" not in str(error.value)
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -193,9 +201,12 @@ def test_batch_keys_are_pure_and_cover_each_epoch():
 
 
 @pytest.mark.parametrize("text, answer", [
-    ("#### 18", "18"), ("####18", "18"), ("a\n#### 18\nb", "18"), ("####\n18", "18"), ("#### 1\n#### 2", "2"), ("##### 18", None), ("### 18", None), ("####", None), ("", None),
-    ("the answer is not 18", None), (r"\boxed{18}", "18"), (r"\boxed {18}", "18"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\frac{1}{2}", None), (r"\boxed{1} \boxed{2}", "2"),
-    (r"\boxed{1} then \boxed{2", "1"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{\boxed{3}}", "3"), (r"{ \boxed{3}", "3"), (r"} \boxed{3}", "3"), (r"\\boxed{3}", None), (r"\boxed{}", None),
+    ("#### 18", "18"), ("####18", "18"), ("a\n#### 18\nb", "18"), ("####\n18", "18"), ("#### 1\n#### 2", "2"), ("##### 18", None),
+    ("### 18", None), ("####", None), ("", None),
+    ("the answer is not 18", None), (r"\boxed{18}", "18"), (r"\boxed {18}", "18"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{\frac{1}{2}", None), (r"\boxed{1} \boxed{2}", "2"),
+    (r"\boxed{1} then \boxed{2", "1"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{\boxed{3}}", "3"), (r"{ \boxed{3}", "3"),
+    (r"} \boxed{3}", "3"), (r"\\boxed{3}", None), (r"\boxed{}", None),
     (r"#### Step 2: so \boxed{7}", "7"), (r"\boxed{7}" + "\n#### 8", "8"), ("boxed{3}", None),
 ])
 def test_final_answer(text, answer):
@@ -203,12 +214,18 @@ def test_final_answer(text, answer):
 
 
 @pytest.mark.parametrize("text, value", [
-    ("18", "18"), ("18.00", "18"), ("18.", "18"), ("+18", "18"), ("004", "4"), ("-3", "-3"), ("- 3", "-3"), ("−3", "-3"), ("–3", "-3"), ("1,000", "1000"), ("$1,234.50", "2469/2"), ("-$5", "-5"),
-    ("$-5", "-5"), ("$18$", "18"), (r"\$18", "18"), (r"$\$18$", "18"), ("€ 18", "18"), ("1/2", "1/2"), ("0.5", "1/2"), (".5", "1/2"), (r"\frac{1}{2}", "1/2"), (r"\dfrac{1}{2}", "1/2"), (r"\frac12", "1/2"),
-    (r"-\frac{1}{2}", "-1/2"), (r"\frac{-1}{2}", "-1/2"), (r"\frac{1,000}{2.5}", "400"), ("1 1/2", "3/2"), (r"5\frac{1}{2}", "11/2"), ("-1 1/2", "-3/2"), ("3/-4", "-3/4"), ("50%", "50"), (r"50\%", "50"),
-    ("18 dollars", "18"), (r"18\text{ dollars}", "18"), (r"5\text{cm}", "5"), ("12cm", "12"), ("12 m^2", "12"), ("5 cubic meters", "5"), ("**18**", "18"), ("18!", "18"), (r"\(18\)", "18"), (r"90^\circ", "90"), ("20°C", "20"),
-    ("1{,}000", "1000"), (r"1\,000", "1000"), ("1e400", None), ("1e5", None), ("9**9**9", None), ("9^9", None), ("2+2", None), ("5x", None), ("2 xy", None), ("2 pi", None), (r"2\pi", None), ("2 million", None),
-    ("1,23", None), ("1,2,3", None), ("3, 4", None), ("5 or 6", None), ("1/0", None), ("0/5", "0"), ("--5", None), ("", None), ("abc", None), ("nan", None), ("inf", None), ("٣", None), ("1_000", None), ("0x10", None),
+    ("18", "18"), ("18.00", "18"), ("18.", "18"), ("+18", "18"), ("004", "4"), ("-3", "-3"), ("- 3", "-3"), ("−3", "-3"), ("–3", "-3"),
+    ("1,000", "1000"), ("$1,234.50", "2469/2"), ("-$5", "-5"),
+    ("$-5", "-5"), ("$18$", "18"), (r"\$18", "18"), (r"$\$18$", "18"), ("€ 18", "18"), ("1/2", "1/2"), ("0.5", "1/2"), (".5", "1/2"),
+    (r"\frac{1}{2}", "1/2"), (r"\dfrac{1}{2}", "1/2"), (r"\frac12", "1/2"),
+    (r"-\frac{1}{2}", "-1/2"), (r"\frac{-1}{2}", "-1/2"), (r"\frac{1,000}{2.5}", "400"), ("1 1/2", "3/2"), (r"5\frac{1}{2}", "11/2"),
+    ("-1 1/2", "-3/2"), ("3/-4", "-3/4"), ("50%", "50"), (r"50\%", "50"),
+    ("18 dollars", "18"), (r"18\text{ dollars}", "18"), (r"5\text{cm}", "5"), ("12cm", "12"), ("12 m^2", "12"), ("5 cubic meters", "5"),
+    ("**18**", "18"), ("18!", "18"), (r"\(18\)", "18"), (r"90^\circ", "90"), ("20°C", "20"),
+    ("1{,}000", "1000"), (r"1\,000", "1000"), ("1e400", None), ("1e5", None), ("9**9**9", None), ("9^9", None), ("2+2", None), ("5x", None),
+    ("2 xy", None), ("2 pi", None), (r"2\pi", None), ("2 million", None),
+    ("1,23", None), ("1,2,3", None), ("3, 4", None), ("5 or 6", None), ("1/0", None), ("0/5", "0"), ("--5", None), ("", None), ("abc", None),
+    ("nan", None), ("inf", None), ("٣", None), ("1_000", None), ("0x10", None),
     ("1" * 1001, None), ("1" * 1000, "1" * 1000), ("3:30", None), ("1/2/3", None), ("5\n6", None), (r"\frac{x}{2}", None),
 ])
 def test_number(text, value):
@@ -216,23 +233,26 @@ def test_number(text, value):
 
 
 @pytest.mark.parametrize("completion, gold, reward", [
-    ("6*3=18\n#### 18", "18", 1), ("#### 18.0", "18", 1), (r"\boxed{\frac{1}{2}}", "0.5", 1), (r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}", 0), ("#### 1,000", "#### 1000", 1), ("18", "18", 0),
-    ("not 18", "18", 0), ("#### -18", "18", 0), ("#### 0.3333", "1/3", 0), ("#### 50%", "50", 1), ("#### x + 1", "x+1", 1), (r"\boxed{(3,4)}", "(3, 4)", 1), (r"\boxed{\text{Monday}}", "monday", 1), ("#### .", ".", 0),
-    ("####", "", 0), (r"\boxed{840} and \boxed{840}", "840", 1), ("#### 9**9**9", "387420489", 0), ("#### 10000000000000000000001", "10000000000000000000000", 0), ("#### B.", "B", 1),
+    ("6*3=18\n#### 18", "18", 1), ("#### 18.0", "18", 1), (r"\boxed{\frac{1}{2}}", "0.5", 1), (r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}", 0),
+    ("#### 1,000", "#### 1000", 1), ("18", "18", 0),
+    ("not 18", "18", 0), ("#### -18", "18", 0), ("#### 0.3333", "1/3", 0), ("#### 50%", "50", 1), ("#### x + 1", "x+1", 1),
+    (r"\boxed{(3,4)}", "(3, 4)", 1), (r"\boxed{\text{Monday}}", "monday", 1), ("#### .", ".", 0),
+    ("####", "", 0), (r"\boxed{840} and \boxed{840}", "840", 1), ("#### 9**9**9", "387420489", 0),
+    ("#### 10000000000000000000001", "10000000000000000000000", 0), ("#### B.", "B", 1),
 ])
 def test_reward(completion, gold, reward):
     assert grpo.answer_reward(completion, gold) == reward and grpo.exact_answer([""], [completion], [gold], [{}]) == [reward]
 
 
 def test_rewards_take_linear_time_on_hostile_text():
-    n, t = 100_000, time.perf_counter()
+    n, t = 30_000, time.perf_counter()
     for text in ("\\boxed{" * n, "\\boxed{1}" * n, "#### " * n, "#" * n, "{" * n + "}" * n, "#### " + "1," * n, "#### " + "9" * n, "#### " + " " * n + "x", "#### 1 " + "a " * n, "#### " + "\\text{" * n,
                  "#### " + "\\frac{1" * n, "#### " + "\\frac{" + "1" * n, "\\boxed" + " " * n, "####\n" * n, "#### " + "$" * n, "#### " + "." * n, "#### 1" + "*" * n + "2"):
         grpo.answer_reward(text, "1")
-    assert time.perf_counter() - t < 10
+    assert time.perf_counter() - t < 10, "quadratic time would be hours"
     for text in ("1," * 499, "1" * 999, "1 " * 500, "a " * 500, "1/" * 500, "1 " + "a." * 499):
         grpo.number(text)
-    assert time.perf_counter() - t < 10
+    assert time.perf_counter() - t < 10, "quadratic time would be hours"
 
 
 def test_own_rewards(tmp_path):
@@ -395,7 +415,8 @@ def test_long_and_short_responses_weigh_as_the_losses_say():
         assert torch.allclose(grad, -torch.tensor([short] + [long] * 9, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("ratio, advantage, gradient", [(1.27, 1, True), (1.29, 1, False), (0.5, 1, True), (0.81, -1, True), (0.79, -1, False), (2.0, -1, True)])
+@pytest.mark.parametrize("ratio, advantage, gradient", [(1.27, 1, True), (1.29, 1, False), (0.5, 1, True), (0.81, -1, True), (0.79, -1, False),
+                                                        (2.0, -1, True)])
 def test_clipping_stops_a_move_that_went_far_enough_and_no_other(ratio, advantage, gradient):
     logps = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     value, sums = grpo.policy_loss(logps, torch.zeros(1, dtype=torch.float64), torch.tensor([float(advantage)]), [1], 1)
@@ -425,7 +446,8 @@ def test_on_policy_loss_is_the_policy_gradient_in_fp32_too():
 
 def test_loss_mistakes():
     x = torch.zeros(3)
-    for args, words in (((x, None, torch.ones(1), [3], 1.0, "ppo"), "no loss 'ppo'"), ((x, None, torch.ones(1), [3], 0.0), "skip the step"), ((x, None, torch.ones(1), [2], 1.0), "sum to 2"),
+    for args, words in (((x, None, torch.ones(1), [3], 1.0, "ppo"), "no loss 'ppo'"), ((x, None, torch.ones(1), [3], 0.0), "skip the step"),
+                        ((x, None, torch.ones(1), [2], 1.0), "sum to 2"),
                         ((x, None, torch.ones(2), [3], 1.0), "2 advantages")):
         with pytest.raises(ValueError, match=words):
             grpo.policy_loss(*args)
@@ -442,7 +464,8 @@ def test_loss_mistakes():
 def test_is_correction_modes():
     sample = torch.zeros(5)
     dense = torch.tensor([1.5, 0.5, 3.0, 2.0, 0.1]).log()  # responses of 2 and 3 tokens: products 0.75 and 0.6
-    for mode, want in (("none", [1] * 5), ("token", [1.5, 0.5, 2, 2, 0.1]), ("sequence", [0.75, 0.75, 0.6, 0.6, 0.6]), ("token-mask", [1.5, 0.5, 0, 2, 0.1]),
+    for mode, want in (("none", [1] * 5), ("token", [1.5, 0.5, 2, 2, 0.1]), ("sequence", [0.75, 0.75, 0.6, 0.6, 0.6]),
+                       ("token-mask", [1.5, 0.5, 0, 2, 0.1]),
                        ("sequence-mask", [0.75, 0.75, 0.6, 0.6, 0.6])):
         w, metrics = grpo.is_correction(dense, sample, [2, 3], mode, cap=2.0001)
         assert torch.allclose(w, torch.tensor(want, dtype=torch.float32), atol=1e-3) and w.dtype == torch.float32
@@ -463,8 +486,10 @@ def test_is_correction_modes():
 def test_group_bias_table():
     """Exact weights on samples from another law still miss the dense update once the advantage is divided by the group's std."""
     table = {(G, d[0], m[0], scale, weighting): (size, cosine) for G, d, m, _, scale, weighting, size, cosine in grpo.group_bias_table()}
-    want = {(8, 0.5, 0.3, "none"): (0.840, 1.000, 0.970, 1.000), (8, 0.5, 0.3, "group"): (0.888, 1.058, 1.041, 1.000), (8, 0.2, 0.1, "group"): (0.621, 1.105, 1.014, 1.000),
-            (8, 0.1, 0.3, "group"): (1.967, 0.843, 0.893, 1.000), (4, 0.1, 0.3, "group"): (2.256, 0.967, 1.101, 1.000), (4, 0.4, 0.7, "group"): (0.811, 1.008, 0.884, 1.000)}
+    want = {(8, 0.5, 0.3, "none"): (0.840, 1.000, 0.970, 1.000), (8, 0.5, 0.3, "group"): (0.888, 1.058, 1.041, 1.000),
+            (8, 0.2, 0.1, "group"): (0.621, 1.105, 1.014, 1.000),
+            (8, 0.1, 0.3, "group"): (1.967, 0.843, 0.893, 1.000), (4, 0.1, 0.3, "group"): (2.256, 0.967, 1.101, 1.000),
+            (4, 0.4, 0.7, "group"): (0.811, 1.008, 0.884, 1.000)}
     assert len(table) == 4 * len(want)
     for key, sizes in want.items():
         for weighting, size in zip(("none", "response", "normalised", "group"), sizes):
