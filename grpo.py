@@ -95,7 +95,6 @@ TASKS = {"chain": (chain, 10, 2, 64), "ledger": (ledger, 2300, 40, 1_000_000)}  
 @dataclass
 class Task:
     """A list of Examples that stores none: task[i] is a pure function of (name, size, split, seed, i)."""
-
     name: str
     size: int
     split: str
@@ -144,7 +143,7 @@ def load_data(spec, split="train", prompt_column=None, answer_column=None, syste
     elif spec.endswith(".parquet") or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         rows = read_rows(spec, name, option or None, split)
     else:
-        raise ValueError(f"cannot tell what data {spec!r} is: give a task ({', '.join(TASKS)}), a .jsonl or .parquet file, or a hub name such as openai/gsm8k:main")
+        raise ValueError(f"cannot tell what data {spec!r} is: give a task ({', '.join(TASKS)}), a .jsonl or .parquet file, or a hub name as owner/name:config")
     examples = [as_example(i, row, where, prompt_column, answer_column, system_prompt) for i, (where, row) in enumerate(rows)]
     if not examples:
         raise ValueError(f"{spec} holds no rows: a data set needs at least one")

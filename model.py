@@ -29,12 +29,14 @@ import os
 import re
 import unicodedata
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Config: config.json, normalised
@@ -152,9 +154,8 @@ def rope_frequencies(config, dtype=torch.float32):
 
     def sharpness(m):
         return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
-    m, m_all = r.get("mscale"), r.get("mscale_all_dim")
-    scale = r.get("attention_factor") or (sharpness(m) / sharpness(m_all) if m and m_all else sharpness(1))
-    return f * keep + f / factor * (1 - keep), scale
+    m, m_all = (r.get("mscale"), r.get("mscale_all_dim")) if r.get("mscale") and r.get("mscale_all_dim") else (1, 0)
+    return f * keep + f / factor * (1 - keep), r.get("attention_factor") or sharpness(m) / sharpness(m_all)
 
 
 def rotate(x, cos, sin):
@@ -236,10 +237,7 @@ class Decoder(nn.Module):
         kept = {0: x}
         recompute = self.checkpointing and torch.is_grad_enabled()
         for i, layer in enumerate(self.layers, 1):
-            if recompute:
-                x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, attention, use_reentrant=False)
-            else:
-                x = layer(x, cos, sin, attention)
+            x = checkpoint(layer, x, cos, sin, attention, use_reentrant=False) if recompute else layer(x, cos, sin, attention)
             if i in features:
                 kept[i] = x
         hidden = self.norm(x)
@@ -285,8 +283,7 @@ def file_names(net):
         *where, module, kind = name.split(".")
         parts = STACKS[module]
         rows = [c.heads * c.head_dim] + [c.kv_heads * c.head_dim] * 2 if module == "qkv" else [len(p) // len(parts)] * len(parts)
-        prefix = ".".join(["model", *where, ""]) if where else ""
-        yield name, [(f"{prefix}{part}.{kind}", n) for part, n in zip(parts, rows)]
+        yield name, [(".".join(["model", *where, part, kind] if where else [part, kind]), n) for part, n in zip(parts, rows)]
 
 
 def open_weights(folder):
@@ -370,6 +367,7 @@ BYTE_OF = {**{b: b for b in PRINTABLE}, **{256 + i: b for i, b in enumerate(sort
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT2_DIGITS = r"\p{N}%s|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"  # digits cut out first: blanks before one stand alone
 GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # Qwen one digit, Llama-3 up to 3
+BLANKS = re.compile(r"\s*")
 # The special tokens that follow the ranks where no JSON file lists them.
 QWEN_ADDED = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|>
     <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|>
@@ -403,9 +401,10 @@ class Tokenizer:
         try:
             self.bpe = tiktoken.Encoding("checkpoint", pat_str=pattern, mergeable_ranks={**ranks, **lone}, special_tokens={})
         except ValueError as e:
-            raise ValueError(f"tiktoken does not take the tokenizer's split pattern {pattern!r}: {e}") from None
-        self.early = added_pattern(e for e in added.values() if not e.get("normalized"))  # looked for in the text as it is,
-        self.late = added_pattern(e for e in added.values() if e.get("normalized"))       # and after normalisation
+            raise ValueError(f"tiktoken does not take the tokenizer's split pattern {pattern!r} ({e}): {WEIGHTS_ALONE}") from None
+        self.swallow = {side: {e["content"] for e in added.values() if e.get(side)} for side in ("lstrip", "rstrip")}  # tokens that eat blanks beside them
+        self.early = any_of(e["content"] for e in added.values() if not e.get("normalized"))  # looked for in the text as it is,
+        self.late = any_of(e["content"] for e in added.values() if e.get("normalized"))       # and after normalisation
         eos = special_strings(self.settings).get("eos_token")
         self.eos_id = self.added.get(eos, ranks.get(eos.encode())) if eos else None
         self.stop_ids = () if self.eos_id is None else (self.eos_id,)  # load_pretrained adds what the configs say
@@ -413,14 +412,19 @@ class Tokenizer:
 
     def encode(self, text):
         ids = []
-        for piece, token in cut(text, self.early):
-            for part, late in cut(unicodedata.normalize("NFC", piece) if self.nfc else piece, self.late):
-                ids += self.bpe.encode_ordinary(part)
-                if late:
-                    ids.append(self.added[late])
-            if token:
-                ids.append(self.added[token])
+        for piece, token in self.cut(text, self.early):
+            for part, late in self.cut(unicodedata.normalize("NFC", piece) if self.nfc else piece, self.late):
+                ids += self.bpe.encode_ordinary(part) + ([self.added[late]] if late else [])
+            ids += [self.added[token]] if token else []
         return [i for i in ids if i < self.vocab]
+
+    def cut(self, text, pattern):
+        """"ab<s>c" -> ("ab", "<s>"), ("c", None): the text between added tokens, and the token that ends it."""
+        at = 0
+        for m in pattern.finditer(text):
+            yield text[at:m.start()].rstrip() if m[0] in self.swallow["lstrip"] else text[at:m.start()], m[0]
+            at = BLANKS.match(text, m.end()).end() if m[0] in self.swallow["rstrip"] else m.end()
+        yield text[at:], None
 
     def decode(self, ids, skip_special=False):
         return b"".join(self.bytes[i] for i in ids if not (skip_special and i in self.special)).decode("utf-8", "replace")
@@ -446,14 +450,12 @@ class Tokenizer:
         names = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
             return self._jinja.render({**special_strings(self.settings), **names, **options})
-        except TemplateError as e:
+        except (TemplateError, TypeError) as e:  # TypeError: a content that is not text
             raise ValueError(f"the checkpoint's chat template does not take these messages: {e}") from None
 
     @cached_property
     def _jinja(self):
         """The template, compiled in a sandbox with what transformers offers to it: it is a stranger's program."""
-        from datetime import datetime
-
         from jinja2 import TemplateError
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -468,29 +470,15 @@ class Tokenizer:
         def raise_exception(message):
             raise TemplateError(message)
 
-        def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):  # jinja's own escapes HTML
-            return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-        env.filters["tojson"] = tojson
+        env.filters["tojson"] = lambda x, ensure_ascii=False, **how: json.dumps(x, ensure_ascii=ensure_ascii, **how)  # jinja's own escapes HTML
         env.globals.update(raise_exception=raise_exception, strftime_now=lambda format: datetime.now().strftime(format))
         return env.from_string(self.template)
 
 
-def added_pattern(entries):
-    """A regex that finds the added tokens, the longest first. lstrip and rstrip tokens swallow the blanks beside them."""
-    entries = sorted(entries, key=lambda e: -len(e["content"]))
-    alternatives = [r"\s*" * bool(e.get("lstrip")) + f"({re.escape(e['content'])})" + r"\s*" * bool(e.get("rstrip")) for e in entries]
-    return re.compile("|".join(alternatives) or "(?!)")
-
-
-def cut(text, pattern):
-    """"ab<s>c" -> ("ab", "<s>"), ("c", None): the text between added tokens, and the token that ends it."""
-    at = 0
-    for m in pattern.finditer(text):
-        yield text[at:m.start()], m[m.lastindex]
-        at = m.end()
-    yield text[at:], None
+def any_of(texts):
+    """A regex that finds any of the texts, the longest first, or nothing."""
+    return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True)) or "(?!)")
 
 
 def special_strings(settings):
@@ -501,11 +489,12 @@ def special_strings(settings):
 
 def load_tokenizer(folder, config):
     """The folder's tokenizer, from tokenizer.json or from tiktoken ranks; None if it holds none; ValueError, in one sentence, if it is of another kind."""
-    names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-             "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model", *sorted(f.name for f in folder.glob("*.tiktoken"))]
-    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file() and name != "generation_config.json"}
-    settings = {**(read_json(folder / "special_tokens_map.json") if "special_tokens_map.json" in files else {}),
-                **(read_json(folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {})}
+    names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json",
+             "merges.txt", "tokenizer.model", *sorted(f.name for f in folder.glob("*.tiktoken"))]
+    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    settings = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one wins
+        settings.update(read_json(folder / name) if name in files else {})
     template = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else settings.get("chat_template")
     if isinstance(template, list):  # several named ones
         template = {t["name"]: t["template"] for t in template}.get("default")
@@ -517,8 +506,8 @@ def load_tokenizer(folder, config):
         if name.endswith(".tiktoken") or name == "tokenizer.model" and re.match(rb"[A-Za-z0-9+/]+=* \d+\n", files[name]):
             return tokenizer_from_ranks(files[name], folder / name, config.model_type, added, about)
     if files.keys() & {"tokenizer.model", "vocab.json"}:
-        raise ValueError(f"{folder} has no tokenizer.json or .tiktoken ranks, only {', '.join(files)}: save it with transformers' fast tokenizer if it is "
-                         "byte-level BPE; SentencePiece (Llama-2) is not supported, load the weights alone with tokenizer=False")
+        raise ValueError(f"{folder} has no tokenizer.json and no tiktoken ranks, only {', '.join(files)}; SentencePiece (Llama-2) is not supported, and "
+                         f"byte-level BPE must first be saved by transformers' fast tokenizer: {WEIGHTS_ALONE}")
     return None
 
 
@@ -527,36 +516,34 @@ def tokenizer_from_json(data, path, added, about):
     def steps(part, inner):
         return part[inner] if part and part["type"] == "Sequence" else [part] if part else []
     model, splits, normal = data["model"], steps(data.get("pre_tokenizer"), "pretokenizers"), steps(data.get("normalizer"), "normalizers")
-    kinds = [s["type"] for s in splits]
-    byte_level = splits[-1] if kinds[-1:] == ["ByteLevel"] else None
-    if "merges" not in model or model.get("byte_fallback") or byte_level is None or any(n["type"] != "NFC" for n in normal):
-        raise ValueError(f"{path} is not byte-level BPE ({model.get('type', 'unknown')} with {', '.join(kinds + [n['type'] for n in normal]) or 'no splitting'}; "
-                         "Llama-2's SentencePiece is such a one): load the weights alone with tokenizer=False")
-    if kinds == ["ByteLevel"] and byte_level.get("use_regex", True):
-        pattern = GPT2
-    elif kinds == ["Digits", "ByteLevel"] and byte_level.get("use_regex", True):
-        pattern = GPT2_DIGITS % ("" if splits[0].get("individual_digits") else "+")
-    elif kinds == ["Split", "ByteLevel"] and "Regex" in splits[0]["pattern"] and not byte_level.get("use_regex", True):
-        pattern = splits[0]["pattern"]["Regex"]
-        if (splits[0]["behavior"], bool(splits[0].get("invert"))) == ("Isolated", False):
-            pattern = f"{pattern}|(?:(?!{pattern})[\\s\\S])+"  # what the pattern does not match is a piece too; tiktoken would lose it
-        elif (splits[0]["behavior"], splits[0].get("invert")) != ("Removed", True):
-            raise ValueError(f"{path}: a Split that is {splits[0]['behavior']} is not supported: load the weights alone with tokenizer=False")
-    else:
-        raise ValueError(f"{path} splits text by {', '.join(kinds)}, which is not supported: load the weights alone with tokenizer=False")
+    *first, byte_level = splits or [{"type": "none"}]
+    kinds, regex = [s["type"] for s in splits], byte_level.get("use_regex", True)
+    if "merges" not in model or model.get("byte_fallback") or byte_level["type"] != "ByteLevel" or any(n["type"] != "NFC" for n in normal):
+        raise ValueError(f"{path} is not byte-level BPE but {model.get('type')} with {', '.join(kinds + [n['type'] for n in normal]) or 'no splitting'} "
+                         f"(Llama-2's SentencePiece is such a one): {WEIGHTS_ALONE}")
     added = {**added, **{entry["id"]: entry for entry in data.get("added_tokens", [])}}
-    odd = [key for key in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(key)] + ["add_prefix_space"] * bool(byte_level.get("add_prefix_space")) \
-        + ["single_word"] * any(entry.get("single_word") for entry in added.values())
+    odd = [key for key in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(key)] + ["add_prefix_space"] * bool(byte_level.get("add_prefix_space"))
+    odd += ["single_word"] * any(entry.get("single_word") for entry in added.values())
+    how = (first[0].get("behavior"), bool(first[0].get("invert"))) if first else None
+    if kinds == ["ByteLevel"] and regex:
+        pattern = GPT2
+    elif kinds == ["Digits", "ByteLevel"] and regex:
+        pattern = GPT2_DIGITS % ("" if first[0].get("individual_digits") else "+")
+    elif kinds == ["Split", "ByteLevel"] and not regex and how in (("Isolated", False), ("Removed", True)) and "Regex" in first[0]["pattern"]:
+        pattern = first[0]["pattern"]["Regex"]
+        if how[0] == "Isolated":
+            pattern = f"{pattern}|(?:(?!{pattern})[\\s\\S])+"  # what the pattern does not match is a piece too; tiktoken would lose it
+    else:
+        odd.append("a split by " + ", ".join(kind + str(s.get("behavior", "")) for kind, s in zip(kinds, splits)))
     if odd:
-        raise ValueError(f"{path} asks for {', '.join(odd)}, which is not supported: load the weights alone with tokenizer=False")
+        raise ValueError(f"{path} asks for {', '.join(odd)}, which is not supported: {WEIGHTS_ALONE}")
     vocab, made, last = model["vocab"], set(), -1
     for merge in model["merges"]:  # "a b" or ["a", "b"]
         i = vocab.get("".join(merge.split(" ") if isinstance(merge, str) else merge), -1)
         if i < last:
-            raise ValueError(f"{path}: the ids do not rise along the merges (at {merge!r}), so ranks cannot stand for them: load the weights alone with tokenizer=False")
-        made.add(i)
-        last = i
-    tokens = [(text.translate(BYTE_OF).encode("latin-1", "replace"), text, i) for text, i in vocab.items() if i not in added]
+            raise ValueError(f"{path}: the ids do not rise along the merges (at {merge!r}), so ranks cannot stand for them: {WEIGHTS_ALONE}")
+        made.add(last := i)
+    tokens = [(text.translate(BYTE_OF).encode("latin-1", "xmlcharrefreplace"), text, i) for text, i in vocab.items() if i not in added]
     can = {i for _, text, i in tokens if len(text) == 1 or i in made or model.get("ignore_merges")}  # ignore_merges: a piece that is a token is taken whole
     return Tokenizer({b: i for b, _, i in tokens if i in can}, pattern, added, bool(normal), [(b, i) for b, _, i in tokens if i not in can], **about)
 
@@ -578,22 +565,16 @@ def tokenizer_from_ranks(data, path, model_type, added, about):
 
 def find_folder(path):
     """"tiny", a folder, or a hub name (downloaded, or found in the hub's cache) -> the folder."""
-    if str(path) == "tiny":
-        folder = Path(__file__).resolve().parent / "assets" / "tiny"
-        if not folder.is_dir():
-            raise ValueError(f"{folder}, the model that \"tiny\" names, does not exist: give a checkpoint's folder or a hub name instead")
-        return folder
-    folder = Path(path).expanduser()
+    folder = Path(__file__).resolve().parent / "assets" / "tiny" if str(path) == "tiny" else Path(path).expanduser()
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
-        raise ValueError(f"{path} is neither a folder nor a hub name (owner/name)")
+        raise ValueError(f"{folder} is not a folder, and {str(path)!r} is no hub name (owner/name)")
     try:
         from huggingface_hub import snapshot_download
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "model*.safetensors", "*.tiktoken", "tokenizer.model", "*.jinja"]))
     except ImportError:
         raise ValueError(f"{path} is not a folder, and to fetch it from the hub needs huggingface_hub: pip install huggingface_hub") from None
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "model*.safetensors", "*.tiktoken", "tokenizer.model", "*.jinja"]))
     except Exception as e:  # of many libraries: no network, no such name, no permission
         raise ValueError(f"{path} is not a folder, and the hub did not give it ({type(e).__name__}: {str(e).strip().splitlines()[0]})") from e
 
@@ -601,20 +582,19 @@ def find_folder(path):
 def load_pretrained(path, dtype=torch.float32, device="cpu", tokenizer=True, fresh=None):
     """-> (net, tok): a folder in Hugging Face format, a hub name, or "tiny". tok is None, and a line says so, if the folder has no tokenizer.
 
-    A tokenizer that cannot be run exactly (Llama-2's SentencePiece) is a ValueError; tokenizer=False then loads the weights alone. Every refusal is a
-    ValueError of one sentence, and comes before the weights are read. fresh: a seed to draw new weights from instead. Nothing is unpickled, and no code of the checkpoint runs.
+    A tokenizer that cannot be run exactly (Llama-2's SentencePiece) is a ValueError; tokenizer=False then loads the weights alone. fresh: a seed to draw
+    new weights from. Every refusal is a ValueError of one sentence. Nothing is unpickled, and no code of the checkpoint runs.
     """
     folder = find_folder(path)
     raw = read_json(folder / "config.json")
     config = config_from_dict(raw)
-    if ARCHITECTURES[config.model_type] not in (raw.get("architectures") or [ARCHITECTURES[config.model_type]]):
-        raise ValueError(f"architecture {raw['architectures'][0]!r} is not supported: a {config.model_type} checkpoint must be a {ARCHITECTURES[config.model_type]}")
+    architecture = ARCHITECTURES[config.model_type]
+    if architecture not in (raw.get("architectures") or [architecture]):
+        raise ValueError(f"architecture {raw['architectures'][0]!r} is not supported: a {config.model_type} checkpoint must be a {architecture}")
     tok = load_tokenizer(folder, config) if tokenizer else None
+    net = empty_model(config, dtype, device) if fresh is None else random_model(raw, fresh, dtype, device)
     if fresh is None:
-        net = empty_model(config, dtype, device)
         load_weights(net, folder)
-    else:
-        net = random_model(raw, fresh, dtype, device)
     if (folder / "generation_config.json").exists():
         net.generation = read_json(folder / "generation_config.json")
     net.stop_ids = stop_ids(net, tok)

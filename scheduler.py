@@ -86,13 +86,21 @@ class Group:
 
 
 def between(table, x):
-    """Piecewise linear through a dict of points, extended past both ends: between({1: 10, 3: 20}, 2) -> 15."""
+    """Piecewise linear through a dict of points: between({1: 10, 3: 20}, 2) -> 15. Past the last point in proportion to x (6 -> 40), before the first constant."""
     xs = sorted(table)
-    if len(xs) == 1:
-        return table[xs[0]]
-    i = next((i for i in range(1, len(xs) - 1) if x <= xs[i]), len(xs) - 1)
+    if x <= xs[0] or x >= xs[-1]:
+        return table[xs[0]] if x <= xs[0] else table[xs[-1]] * x / xs[-1]
+    i = next(i for i in range(1, len(xs)) if x <= xs[i])
     a, b = xs[i - 1], xs[i]
-    return max(0.0, table[a] + (table[b] - table[a]) * (x - a) / (b - a))
+    return table[a] + (table[b] - table[a]) * (x - a) / (b - a)
+
+
+def rising(table):
+    """A clock only ever errs upwards: no point may cost more than a later one. rising({1: 5, 2: 9, 4: 7}) -> {1: 5, 2: 7, 4: 7}."""
+    low, out = float("inf"), {}
+    for x in sorted(table, reverse=True):
+        low = out[x] = min(low, table[x])
+    return dict(sorted(out.items()))
 
 
 @dataclass
@@ -157,8 +165,8 @@ class Load:
 
 
 @torch.no_grad()
-def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", budget=0.0625, dtype=None, device="cpu", repeat=3):
-    """Time real passes of `net` and split them into the constants of `Cost`: a few seconds. rows: a typical batch; length: a typical row."""
+def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", budget=0.0625, dtype=None, device="cpu", repeat=5):
+    """Time real passes of `net` (the best of `repeat`) and split them into the constants of `Cost`: a few seconds. rows: a typical batch; length: a typical row."""
     c, device = net.config, torch.device(device)
     dtype = dtype or next(net.parameters()).dtype
     token_bytes = PagedCache.bytes_per_token(c.layers, c.kv_heads, c.head_dim, dtype)
@@ -179,7 +187,7 @@ def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", bu
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - t)
-        return sorted(times[1:])[repeat // 2]
+        return min(times[1:])
 
     def size(n):
         for r in made:
@@ -204,11 +212,10 @@ def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", bu
 
     size(32)
     linear = {}
-    for T in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128):
-        if T <= 2 * rows * 5:
-            B = min(T, rows)
-            linear[T] = timed(passes(made[:B], T // B)) if T % B == 0 else None
-    linear = {T: s for T, s in linear.items() if s is not None}
+    for T in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512):
+        B = min(T, rows)
+        if T % B == 0 and T <= max(128, 5 * rows):
+            linear[T] = timed(passes(made[:B], T // B))
     short = {Q: timed(passes(made, Q)) for Q in (1, 2, 5, 9)}
     drafter = SparseSelf(net, cache, rule, temperature, budget)
     drafts = {}
@@ -223,7 +230,7 @@ def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", bu
         reads[n] = rows * drafter.reads(n)
         for k in (1, 4):
             drafts[n, k] = timed(lambda: drafter.propose(made, [k] * rows))
-    read = {Q: max(0.0, timed(passes(made, Q)) - short[Q]) / (rows * (length - 32)) for Q in (1, 2, 5, 9)}
+    read = rising({Q: max(0.0, timed(passes(made, Q)) - short[Q]) / (rows * (length - 32)) for Q in (1, 2, 5, 9)})
     step = {n: max(0.0, drafts[n, 4] - drafts[n, 1]) / 3 for n in (32, length)}
     once = {n: max(0.0, drafts[n, 1] - step[n]) for n in (32, length)}
     span = max(1, reads[length] - reads[32])
@@ -235,7 +242,7 @@ def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", bu
     judge = timed(lambda: verify(rule, logp, logq, torch.zeros(rows * k, dtype=torch.long, device=device), torch.full((rows,), k, device=device), zeros, zeros, zeros, want_alpha=True))
     for r in made:
         cache.free(r.kv)
-    return Cost(linear=linear, read=read, score=score / (rows * length), gather=max(0.0, once[length] - once[32]) / span,
+    return Cost(linear=rising(linear), read=read, score=score / (rows * length), gather=max(0.0, once[length] - once[32]) / span,
                 sparse=max(0.0, step[length] - step[32]) / span, setup=once[32] / rows, accept=judge / (rows * k),
                 made_on=dict(device=device_name(device), threads=torch.get_num_threads(), dtype=str(dtype).removeprefix("torch."), rows=rows, length=length,
                              layers=c.layers, hidden=c.hidden_size, budget=budget, torch=torch.__version__))

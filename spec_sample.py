@@ -42,7 +42,7 @@ def law(logits, temperature, vocab=None, top_k=0, top_p=1.0):
     if not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature {temperature}, top_k {top_k}, top_p {top_p}: they must be >= 0, >= 0 (0 keeps all) and in (0, 1] (1 keeps all)")
     wide = torch.promote_types(logits.dtype, torch.float32)
-    x = logits if temperature in (0, 1) else logits.to(wide) / temperature
+    x = logits if temperature in (0, 1) else logits.to(wide, copy=True).div_(temperature)
     if vocab is not None and vocab < x.shape[-1]:
         x = x.clone() if x is logits else x
         x[:, vocab:] = float("-inf")

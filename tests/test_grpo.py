@@ -85,12 +85,13 @@ def write(path, *rows):
 
 
 def test_jsonl_of_any_columns(tmp_path):
-    path = write(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + b'{"question": "1+1?", "answer": 2, "source": "x"}', b"", {"question": "line\u2028separator", "answer": 0.5}, b" ")
+    first = b"\xef\xbb\xbf" + b'{"question": "1+1?", "answer": 2, "source": "x"}'
+    path = write(tmp_path / "a.jsonl", first, b"", {"question": "line\u2028separator", "answer": 0.5}, b" ")
     a, b = grpo.load_data(path)
     assert (a.key, a.messages, a.answer, a.columns["source"]) == (0, [{"role": "user", "content": "1+1?"}], "2", "x")
     assert (b.key, b.messages[0]["content"], b.answer) == (1, "line\u2028separator", "0.5")
-    path = write(tmp_path / "b.jsonl", {"q": [{"role": "user", "content": "hi"}], "gold": 1e-7}, {"q": [{"role": "system", "content": "own"},
-                                                                                                        {"role": "user", "content": "hi"}], "gold": "yes"})
+    user, system = {"role": "user", "content": "hi"}, {"role": "system", "content": "own"}
+    path = write(tmp_path / "b.jsonl", {"q": [user], "gold": 1e-7}, {"q": [system, user], "gold": "yes"})
     a, b = grpo.load_data(path, prompt_column="q", answer_column="gold", system_prompt="Be brief.")
     assert [m["content"] for m in a.messages] == ["Be brief.", "hi"] and a.answer == "0.0000001"
     assert [m["content"] for m in b.messages] == ["own", "hi"], "a row's own system prompt stays the only one"
@@ -179,7 +180,8 @@ def test_the_questions_that_come_with_it():
     for e in train + held:
         assert e.solution == e.answer and grpo.number(grpo.final_answer(e.answer)) is not None
         a, op, b, c = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", e.answer)[-1]
-        assert {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": Fraction(int(a), int(b))}[op] == int(c) == grpo.number(grpo.final_answer(e.answer))
+        a, b = Fraction(a), Fraction(b)
+        assert {"+": a + b, "-": a - b, "*": a * b, "/": a / b}[op] == int(c) == grpo.number(grpo.final_answer(e.answer))
 
 
 def test_batch_keys_are_pure_and_cover_each_epoch():
@@ -245,14 +247,15 @@ def test_reward(completion, gold, reward):
 
 
 def test_rewards_take_linear_time_on_hostile_text():
-    n, t = 30_000, time.perf_counter()
-    for text in ("\\boxed{" * n, "\\boxed{1}" * n, "#### " * n, "#" * n, "{" * n + "}" * n, "#### " + "1," * n, "#### " + "9" * n, "#### " + " " * n + "x", "#### 1 " + "a " * n, "#### " + "\\text{" * n,
-                 "#### " + "\\frac{1" * n, "#### " + "\\frac{" + "1" * n, "\\boxed" + " " * n, "####\n" * n, "#### " + "$" * n, "#### " + "." * n, "#### 1" + "*" * n + "2"):
+    n, t = 100_000, time.process_time()
+    for text in (r"\boxed{" * n, r"\boxed{1}" * n, r"\boxed" + " " * n, "{" * n + "}" * n, "#### " * n, "####\n" * n, "#" * n):
         grpo.answer_reward(text, "1")
-    assert time.perf_counter() - t < 10, "quadratic time would be hours"
+    for answer in ("1," * n, "9" * n, " " * n + "x", "1 " + "a " * n, r"\text{" * n, r"\frac{1" * n, r"\frac{" + "1" * n, "$" * n, "." * n, "1" + "*" * n + "2"):
+        grpo.answer_reward("#### " + answer, "1")
+    assert time.process_time() - t < 10, "quadratic time would take minutes"
     for text in ("1," * 499, "1" * 999, "1 " * 500, "a " * 500, "1/" * 500, "1 " + "a." * 499):
         grpo.number(text)
-    assert time.perf_counter() - t < 10, "quadratic time would be hours"
+    assert time.process_time() - t < 10, "quadratic time would take minutes"
 
 
 def test_own_rewards(tmp_path):
@@ -274,7 +277,8 @@ def test_rewards_of_the_wrong_form_are_refused(returned):
         return returned
     with pytest.raises(ValueError, match="reward mine returned .* for 2 completions: it must return"):
         grpo.score(mine, ["", ""], ["", ""], ["", ""], [{}, {}])
-    assert grpo.score(lambda *_: torch.tensor([1, 0]), [""] * 2, [""] * 2, [""] * 2, [{}] * 2) == grpo.score(lambda *_: [True, 0], [""] * 2, [""] * 2, [""] * 2, [{}] * 2) == [1.0, 0.0]
+    for good in (torch.tensor([1, 0]), [True, 0], (1.0, 0.0)):
+        assert grpo.score(lambda *_: good, ["", ""], ["", ""], ["", ""], [{}, {}]) == [1.0, 0.0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -298,8 +302,7 @@ def test_advantages_follow_ids_not_order(scale):
     rewards, groups = [rng.random() for _ in range(24)], [i // 4 for i in range(24)]
     want = grpo.advantages(rewards, groups, scale)
     order = rng.sample(range(24), 24)
-    assert torch.equal(grpo.advantages([rewards[i] for i in order], [groups[i] for i in order], scale), want[order]) or torch.allclose(
-        grpo.advantages([rewards[i] for i in order], [groups[i] for i in order], scale), want[order], atol=1e-6)
+    assert torch.allclose(grpo.advantages([rewards[i] for i in order], [groups[i] for i in order], scale), want[order], atol=1e-6)
     assert torch.allclose(want.view(6, 4).sum(1), torch.zeros(6), atol=1e-5)
 
 
@@ -343,7 +346,8 @@ def batch(seed, n=5, spread=0.3):
     logps, noise, noise2 = (torch.randn(sum(lengths), generator=g, dtype=torch.float64) for _ in range(3))
     weights = torch.rand(sum(lengths), generator=g, dtype=torch.float64) * 2
     weights[torch.rand(sum(lengths), generator=g) < 0.25] = 0
-    return (logps - 2).requires_grad_(), logps - 2 + spread * noise, logps - 2 + spread * noise2, torch.randn(n, generator=g, dtype=torch.float64), lengths, weights
+    advantages = torch.randn(n, generator=g, dtype=torch.float64)
+    return (logps - 2).requires_grad_(), logps - 2 + spread * noise, logps - 2 + spread * noise2, advantages, lengths, weights
 
 
 def naive(loss, logps, old, ref, advantages, lengths, weights, low, high, beta):
@@ -469,7 +473,8 @@ def test_is_correction_modes():
                        ("sequence-mask", [0.75, 0.75, 0.6, 0.6, 0.6])):
         w, metrics = grpo.is_correction(dense, sample, [2, 3], mode, cap=2.0001)
         assert torch.allclose(w, torch.tensor(want, dtype=torch.float32), atol=1e-3) and w.dtype == torch.float32
-        assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(-math.log(0.1)) and metrics["sampling/over_cap"] == pytest.approx(0 if "seq" in mode else 0.2)
+        assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(-math.log(0.1))
+        assert metrics["sampling/over_cap"] == pytest.approx(0 if "seq" in mode else 0.2)
     assert grpo.is_correction(dense, sample, [3, 2], "sequence")[0].tolist() == pytest.approx([2, 2, 2, 0.2, 0.2])
     assert grpo.is_correction(dense, sample, [3, 2], "sequence-mask")[0].tolist() == pytest.approx([0, 0, 0, 0.2, 0.2])
     assert grpo.is_correction(sample - 1000, sample, [5], "sequence")[0].min() > 0, "0 means masked, and nothing here is"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kv_cache import PagedCache
-from scheduler import Controller, Cost, Engine, Load, between, measure_cost, rollout
+from scheduler import Controller, Cost, Engine, Load, between, measure_cost, rising, rollout
 from spec_sample import hash64
 from test_faithful import make, prompts, tiny
 
@@ -94,7 +94,8 @@ def test_one_prompt_group_of_one_and_unicode_keys():
 
 
 def test_between_is_piecewise_linear():
-    assert between({1: 10.0, 3: 20.0}, 2) == 15 and between({1: 10.0, 3: 20.0, 5: 40.0}, 7) == 60 and between({4: 1.0}, 9) == 1
+    assert between({1: 10.0, 3: 20.0}, 2) == 15 and between({1: 10.0, 3: 20.0}, 6) == 40 and between({4: 1.0}, 3) == 1
+    assert rising({1: 5, 2: 9, 4: 7}) == {1: 5, 2: 7, 4: 7}, "a cost that falls as more is done would make work look free"
 
 
 def test_cost_model_and_choice_of_k(tmp_path):

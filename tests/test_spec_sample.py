@@ -7,8 +7,6 @@ The mistakes are written out below (MISTAKES, SAMPLING) and each must fail the c
 import doctest
 import itertools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -149,6 +147,15 @@ def shifted_p(rule, logp, logq, drafts, k):
     return real_odds(rule, logp.roll(-1, 0), logq, drafts, k)
 
 
+def p_alone(rule, logp, logq, drafts, k):
+    return logp[torch.arange(len(drafts)), drafts].exp()[None], torch.ones(1, len(drafts) + 1, dtype=F64)
+
+
+def last_ratio(rule, *a):
+    (h, w), (ratio, _) = real_odds("block", *a), real_odds("rejection", *a)
+    return torch.cat([h[:, :-1], ratio[:, -1:]], 1), w
+
+
 def bonus_row(shift):
     """The last token is drawn from another row of p when all drafts stand."""
     def wrong(logp, logq, k, accepted, w):
@@ -170,7 +177,7 @@ MISTAKES = [
     ("drafts judged by the row after theirs", "odds", shifted_p, "rejection"),
     ("everything accepted", "odds", thresholds(lambda h, w: torch.ones_like(h)), "rejection"),
     ("nothing accepted, residual all the same", "odds", thresholds(lambda h, w: torch.zeros_like(h)), "rejection"),
-    ("accept with p(x) instead of p(x) / q(x)", "odds", lambda rule, logp, logq, d, k: (logp[torch.arange(len(d)), d].exp()[None], torch.ones(1, len(d) + 1, dtype=F64)), "rejection"),
+    ("accept with p(x) instead of p(x) / q(x)", "odds", p_alone, "rejection"),
     ("first draft not judged", "odds", thresholds(lambda h, w: h.index_fill(1, longs([0]), 1.0)), "rejection"),
     ("counts all hits, also those after a miss", "stands", lambda rule, hits: hits.sum(1), "rejection"),
     ("counts to the last hit, with rejection's thresholds", "stands", lambda rule, hits: real_stands("block", hits), "rejection"),
@@ -181,7 +188,7 @@ MISTAKES = [
     ("block: w not cut at 1", "odds", wrong_w(lambda w, r: w * r), "block"),
     ("block: h = w", "odds", thresholds(lambda h, w: w[:, 1:]), "block"),
     ("block: last threshold 1", "odds", thresholds(lambda h, w: h.index_fill(1, longs([h.shape[1] - 1]), 1.0)), "block"),
-    ("block: last threshold is the ratio, not w", "odds", lambda rule, *a: (real_odds("block", *a)[0].index_copy(1, longs([len(a[2]) - 1]), real_odds("rejection", *a)[0][:, -1:]), real_odds("block", *a)[1]), "block"),
+    ("block: last threshold is the ratio, not w", "odds", last_ratio, "block"),
     ("block with rejection's thresholds", "odds", lambda rule, *a: (real_odds("rejection", *a)[0], real_odds("block", *a)[1]), "block"),
 ]
 
@@ -324,7 +331,7 @@ def test_sampled_sequences_have_the_law_of_p(rule, ks):
     assert (accepted > 0) == (ks != "0")
 
 
-def one_position(p, q, drafted_from, mistake=None, n=400_000):
+def one_position(p, q, drafted_from, mistake=None, n=200_000):
     """Emit one token of p, n times, drafts drawn from `drafted_from`; -> frequencies. None is verify; the mistakes write the same out and err."""
     seeds, B = seeds_of(n, 5), n
     zero, one = torch.zeros(B, dtype=torch.long), torch.ones(B, dtype=torch.long)
@@ -375,12 +382,12 @@ SAMPLING = [  # p, q handed over, law really drafted from, mistake, what comes o
 def test_the_sampling_catches(p, q, drafted_from, mistake, expect):
     f = one_position(p, q, drafted_from, mistake)
     assert f.tolist() == pytest.approx(expect, abs=4e-3)
-    assert chi_square(f * 400_000, p) > 20
+    assert chi_square(f * 200_000, p) > 20
 
 
 @pytest.mark.parametrize("p, q", [(P4, Q4), (P3, Q3), (P3, P3)])
 def test_the_sampling_passes_the_right_code(p, q):
-    assert chi_square(one_position(p, q, q) * 400_000, p) < 5
+    assert chi_square(one_position(p, q, q) * 200_000, p) < 5
 
 
 STREAMS = {  # how `uniform` is named by mistake
@@ -589,10 +596,7 @@ def test_hashes_are_the_same_everywhere():
     parts = [(1,), ("1",), ((1,),), (1, 2), ((1, 2),), (12,), ("a", "b"), ("ab",), ("a', 'b",), (None,), ("None",), (0,), (-1,), (2**80,), ("é",), ()]
     values = [hash64(*x) for x in parts]
     assert len(set(values)) == len(values) and all(0 <= x < 2**63 for x in values)
-    code = "import spec_sample as s; print(s.hash64(3, 'gsm8k', (1, 2)))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=spec_sample.__file__.rpartition("/")[0], check=True)
-    assert hash64(3, "gsm8k", (1, 2)) == int(out.stdout)
-    assert hash64(torch.tensor(3), "gsm8k", [1, 2]) == int(out.stdout)
+    assert hash64(3, "gsm8k", (1, 2)) == hash64(torch.tensor(3), "gsm8k", [1, 2]) == 3346319016611678722  # in every process, for good
     with pytest.raises(TypeError):
         hash64(0.5)
 
