@@ -263,7 +263,7 @@ def final_answer(text):
 
 DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 UNIT = (r"(?:%|°\s?[CF]?|(?:mm|cm|m|km|in|ft|yd|mi|mg|g|kg|lbs?|oz|ml|l|s|sec|min|h|hrs?|mph|km/h|am|pm)\b\.?(?:\^?[23])?"
-        r"|\s(?!(?:and|plus|minus|times|dozen|hundred|thousand|million|billion|trillion)\b)[a-z]{3,}[a-z ./-]*)")
+        r"|\s(?!(?:and|plus|minus|times|over|point|half|divided|squared|cubed|factorial|dozen|hundred|thousand|(?:m|b|tr)illion)(?:s|ths?)?\b)[a-z]{3,}[a-z ./-]*)")
 NUMBER = re.compile(rf"(?P<sign>[-+]?)\s?(?:(?P<whole>[0-9]+)\s(?=[0-9]+\s?/))?(?P<over>{DECIMAL})(?:\s?/\s?(?P<under>-?{DECIMAL}))?\s?{UNIT}?", re.IGNORECASE)
 PLAIN = str.maketrans({**dict.fromkeys("−–—‒﹣－", "-"), **dict.fromkeys("$€£¥\u00a0\u2009\u202f", " "), **dict.fromkeys("\u200b\ufeff\x00", "")})
 LATEX = [(re.compile(pattern), new) for pattern, new in (
@@ -294,13 +294,13 @@ def number(answer):
 
 
 def same_answer(a, b):
-    """Equal as exact numbers; where either is not a number, equal as text but for case, spaces and dress. None is never right."""
+    """Equal as exact numbers; where either is not a number, as text but for case, dress and spaces. None is never right."""
     if a is None or b is None:
         return False
     x, y = number(a), number(b)
     if x is not None and y is not None:
-        return x == y
-    a, b = ("".join(tidy(s).casefold().split()) for s in (a, b))
+        return x == y or ("%" in a) != ("%" in b) and x == (100 * y if "%" in a else y / 100)  # 50% also is 1/2
+    a, b = (re.sub(r" (?![0-9])|(?<![0-9]) ", "", tidy(s).casefold()) for s in (a, b))  # "1 2" is not "12"
     return a == b != ""
 
 
@@ -341,7 +341,6 @@ def score(reward, prompts, completions, answers, columns):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# advantages
 # advantages
 
 
@@ -512,7 +511,7 @@ def is_correction(dense_logps, sample_logps, lengths, mode="token", cap=2.0):
                "sampling/importance_sampling_ratio/mean": w.mean(), "sampling/importance_sampling_ratio/min": w.min(),
                "sampling/importance_sampling_ratio/max": w.max(), "sampling/over_cap": (w > cap).double().mean()}  # the share that a cap or mask would touch
     w = torch.ones_like(w) if mode == "none" else w.where(w <= cap, 0.0) if mode.endswith("mask") else w.clamp(max=cap)
-    return w.float(), {k: v.item() for k, v in metrics.items()}
+    return w.to(torch.promote_types(dense_logps.dtype, torch.float32)), {k: v.item() for k, v in metrics.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -166,19 +166,24 @@ def rotate(x, cos, sin):
 # ---------------------------------------------------------------------------------------------------------------------
 # The decoder
 
+class Linear(nn.Linear):
+    def reset_parameters(self):
+        pass  # weights come from a file or from random_model; drawing others first costs seconds
+
+
 class Layer(nn.Module):
-    def __init__(self, c):
+    def __init__(self, c, **at):
         super().__init__()
         H, D, eps = c.hidden_size, c.head_dim, c.rms_eps
         self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, D
-        self.attn_norm = nn.RMSNorm(H, eps)
-        self.qkv = nn.Linear(H, (c.heads + 2 * c.kv_heads) * D, bias=c.qkv_bias)  # rows: all q heads, all k heads, all v heads
-        self.q_norm = nn.RMSNorm(D, eps) if c.qk_norm else None
-        self.k_norm = nn.RMSNorm(D, eps) if c.qk_norm else None
-        self.o = nn.Linear(c.heads * D, H, bias=c.o_bias)
-        self.mlp_norm = nn.RMSNorm(H, eps)
-        self.gate_up = nn.Linear(H, 2 * c.intermediate, bias=c.mlp_bias)           # rows: gate, up
-        self.down = nn.Linear(c.intermediate, H, bias=c.mlp_bias)
+        self.attn_norm = nn.RMSNorm(H, eps, **at)
+        self.qkv = Linear(H, (c.heads + 2 * c.kv_heads) * D, bias=c.qkv_bias, **at)  # rows: all q heads, all k heads, all v heads
+        self.q_norm = nn.RMSNorm(D, eps, **at) if c.qk_norm else None
+        self.k_norm = nn.RMSNorm(D, eps, **at) if c.qk_norm else None
+        self.o = Linear(c.heads * D, H, bias=c.o_bias, **at)
+        self.mlp_norm = nn.RMSNorm(H, eps, **at)
+        self.gate_up = Linear(H, 2 * c.intermediate, bias=c.mlp_bias, **at)           # rows: gate, up
+        self.down = Linear(c.intermediate, H, bias=c.mlp_bias, **at)
 
     def forward(self, x, cos, sin, attention):
         T, Hq, Hkv, D = len(x), self.heads, self.kv_heads, self.head_dim
@@ -201,14 +206,16 @@ class Decoder(nn.Module):
     context   the longest sequence it was made for        generation     generation_config.json as a dict, or None
     """
 
-    def __init__(self, config):
+    def __init__(self, config, dtype=torch.float32, device="cpu"):
+        """The parameters are allocated, not filled: load_weights or random_model does that."""
         super().__init__()
-        self.config, self.context, self.vocab = config, config.context, config.vocab_size
+        at, V, H = {"dtype": dtype, "device": device}, config.vocab_size, config.hidden_size
+        self.config, self.context, self.vocab = config, config.context, V
         self.stop_ids, self.generation, self.checkpointing = (), None, False
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_eps)
-        self.head = None if config.tie else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.embed = nn.Embedding(V, H, _weight=torch.empty(V, H, **at))
+        self.layers = nn.ModuleList(Layer(config, **at) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(H, config.rms_eps, **at)
+        self.head = None if config.tie else Linear(H, V, bias=False, **at)
         self._rope = None  # (frequencies, factor), on the device and in the precision that were last asked for
 
     def cos_sin(self, positions, like):
@@ -248,16 +255,9 @@ class Decoder(nn.Module):
         return F.linear(hidden, (self.embed if self.head is None else self.head).weight)
 
 
-def empty_model(config, dtype, device):
-    """A Decoder whose parameters are allocated but not filled."""
-    with torch.device("meta"):
-        net = Decoder(config)
-    return net.to(dtype).to_empty(device=device)
-
-
 def random_model(raw, seed=0, dtype=torch.float32, device="cpu"):
     """A decoder with fresh weights, normal(0, initializer_range) as in transformers, from a config.json dict. Equal for every dtype and device."""
-    net, random = empty_model(config_from_dict(raw), dtype, device), torch.Generator().manual_seed(seed)
+    net, random = Decoder(config_from_dict(raw), dtype, device), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in net.named_parameters():
             if p.dim() == 2:
@@ -592,7 +592,7 @@ def load_pretrained(path, dtype=torch.float32, device="cpu", tokenizer=True, fre
     if architecture not in (raw.get("architectures") or [architecture]):
         raise ValueError(f"architecture {raw['architectures'][0]!r} is not supported: a {config.model_type} checkpoint must be a {architecture}")
     tok = load_tokenizer(folder, config) if tokenizer else None
-    net = empty_model(config, dtype, device) if fresh is None else random_model(raw, fresh, dtype, device)
+    net = Decoder(config, dtype, device) if fresh is None else random_model(raw, fresh, dtype, device)
     if fresh is None:
         load_weights(net, folder)
     if (folder / "generation_config.json").exists():

@@ -183,7 +183,7 @@ def odds(rule, logp, logq, drafts, k):
     on = (slot > 0).nonzero()[:, 0]  # S of the first i drafts is measured at slot i, if that was drafted
     row, i = row[on], slot[on]
     wi = w[row, i]
-    S = logp[at[on]].exp_().mul_(wi[:, None].to(logp.dtype)).sub_(logq[on].exp_()).clamp_(min=0).sum(-1).double()
+    S = logp[at[on]].exp_().mul_(wi[:, None].to(logp.dtype)).sub_(logq[on].exp_()).clamp_(min=0).sum(-1, dtype=torch.float64)
     h[row, i - 1] = torch.where(wi < 1, S / (S + 1 - wi), 1.0)
     return h, w
 

@@ -225,7 +225,8 @@ def test_final_answer(text, answer):
     ("18 dollars", "18"), (r"18\text{ dollars}", "18"), (r"5\text{cm}", "5"), ("12cm", "12"), ("12 m^2", "12"), ("5 cubic meters", "5"),
     ("**18**", "18"), ("18!", "18"), (r"\(18\)", "18"), (r"90^\circ", "90"), ("20°C", "20"),
     ("1{,}000", "1000"), (r"1\,000", "1000"), ("1e400", None), ("1e5", None), ("9**9**9", None), ("9^9", None), ("2+2", None), ("5x", None),
-    ("2 xy", None), ("2 pi", None), (r"2\pi", None), ("2 million", None),
+    ("2 xy", None), ("2 pi", None), (r"2\pi", None), ("2 million", None), ("2 thousandths", None),
+    ("5 over two", None), ("5 point five", None), ("5 squared", None), ("5 overcoats", "5"),
     ("1,23", None), ("1,2,3", None), ("3, 4", None), ("5 or 6", None), ("1/0", None), ("0/5", "0"), ("--5", None), ("", None), ("abc", None),
     ("nan", None), ("inf", None), ("٣", None), ("1_000", None), ("0x10", None),
     ("1" * 1001, None), ("1" * 1000, "1" * 1000), ("3:30", None), ("1/2/3", None), ("5\n6", None), (r"\frac{x}{2}", None),
@@ -238,6 +239,8 @@ def test_number(text, value):
     ("6*3=18\n#### 18", "18", 1), ("#### 18.0", "18", 1), (r"\boxed{\frac{1}{2}}", "0.5", 1), (r"\boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}", 0),
     ("#### 1,000", "#### 1000", 1), ("18", "18", 0),
     ("not 18", "18", 0), ("#### -18", "18", 0), ("#### 0.3333", "1/3", 0), ("#### 50%", "50", 1), ("#### x + 1", "x+1", 1),
+    ("#### 50%", "0.5", 1), ("#### 0.5", "50%", 1), ("#### 50%", "0.5%", 0), ("#### 50", "0.5", 0),
+    ("#### 1 2", "12", 0), ("#### 1$2", "12", 0), ("#### 1 2 3", "12 3", 0), ("#### 12:30 pm", "12:30pm", 1), ("#### 5 squared", "5", 0),
     (r"\boxed{(3,4)}", "(3, 4)", 1), (r"\boxed{\text{Monday}}", "monday", 1), ("#### .", ".", 0),
     ("####", "", 0), (r"\boxed{840} and \boxed{840}", "840", 1), ("#### 9**9**9", "387420489", 0),
     ("#### 10000000000000000000001", "10000000000000000000000", 0), ("#### B.", "B", 1),
@@ -479,6 +482,7 @@ def test_is_correction_modes():
     assert grpo.is_correction(dense, sample, [3, 2], "sequence-mask")[0].tolist() == pytest.approx([0, 0, 0, 0.2, 0.2])
     assert grpo.is_correction(sample - 1000, sample, [5], "sequence")[0].min() > 0, "0 means masked, and nothing here is"
     assert not grpo.is_correction(dense.requires_grad_(), sample, [2, 3], "token")[0].requires_grad
+    assert grpo.is_correction(dense.double(), sample.double(), [2, 3], "token")[0].dtype == torch.float64
     for mode, cap, words in (("both", 2, "no importance correction"), ("token", 0.5, "at least 1"), ("token", math.nan, "at least 1")):
         with pytest.raises(ValueError, match=words):
             grpo.is_correction(dense, sample, [2, 3], mode, cap)
@@ -498,7 +502,7 @@ def test_group_bias_table():
     assert len(table) == 4 * len(want)
     for key, sizes in want.items():
         for weighting, size in zip(("none", "response", "normalised", "group"), sizes):
-            assert table[*key, weighting][0] == pytest.approx(size, abs=1.5e-3), (key, weighting)
+            assert table[(*key, weighting)][0] == pytest.approx(size, abs=1.5e-3), (key, weighting)
     assert [table[4, 0.4, 0.7, "group", w][1] for w in ("none", "response", "group")] == pytest.approx([0.923, 0.978, 1.0], abs=1.5e-3), "not even the direction"
 
 

@@ -136,7 +136,7 @@ def test_command_line_streams_and_refuses():
         return subprocess.run([sys.executable, "scheduler.py", *args], cwd=ROOT, capture_output=True, text=True)
     r = run("--prompt", "7 +5 -3 = ?", "--max-new-tokens", "20", "--k", "2")
     assert r.returncode == 0 and r.stdout.strip() and "tok/s" in r.stderr and "tau" in r.stderr
-    for args, words in ((("--promt", "x"), "did you mean --prompt"), (("--prompt", "x", "--method", "dflash"), "not built yet"), (("--prompt", "x", "--model", "nowhere"), "neither a folder"),
+    for args, words in ((("--promt", "x"), "did you mean --prompt"), (("--prompt", "x", "--method", "dflash"), "not built yet"), (("--prompt", "x", "--model", "nowhere"), "is not a folder"),
                         (("--prompt", "x", "--device", "cuda:9"), "not available") if not torch.cuda.is_available() else (("--prompt", "x", "--device", "tpu"), "not supported")):
         r = run(*args)
         assert r.returncode == 2 and words in r.stderr and len(r.stderr.strip().splitlines()) == 1, r.stderr

@@ -5,6 +5,7 @@ NANOROLL_REAL_MODEL=/path/to/SmolLM2-135M-Instruct pytest tests/test_tokenizer.p
 """
 import base64
 import json
+import os
 import random
 import re
 import unicodedata
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from model import BYTE_OF, GPT4, LLAMA3_ADDED, QWEN_ADDED, config_from_dict, load_pretrained, load_tokenizer, random_model, save_pretrained
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads wait for each other on a busy machine
+
+from model import (BYTE_OF, GPT4, LLAMA3_ADDED, QWEN_ADDED, config_from_dict, load_pretrained, load_tokenizer, random_model,  # noqa: E402
+                   save_pretrained)
 
 tokenizers = pytest.importorskip("tokenizers")
 ROOT = Path(__file__).resolve().parent.parent

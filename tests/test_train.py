@@ -97,7 +97,7 @@ def test_checkpoint_opens_in_transformers(four):
     (["--loss", "ppo"], "--loss"),
     (["--data", "nowhere.jsonl"], "not a file"),
     (["--data", "chian"], "cannot tell what data"),
-    (["--model", "nowhere"], "neither a folder nor a hub name"),
+    (["--model", "nowhere"], "is no hub name"),
     (["--reward", "nowhere.py:f"], "no reward function"),
     (["--resume"], "--resume needs --out"),
     (["--resume", "--out", "out/nowhere-at-all"], "holds no run"),
