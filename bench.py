@@ -1,6 +1,6 @@
 """How fast is it, and is that what the machine can do?  A quick check, side by side, every method from the same state.
 
-    python bench.py                                                          --quick: the tiny model, about two minutes on two cores
+    python bench.py                                                          --quick: the tiny model, under a minute on two cores
     python bench.py --model DIR --dtype bf16 --batch 1,8 --context 1024,7680 --methods ar,s3r
     python bench.py --model DIR --dtype bf16 --batch 8 --context 128 --methods hf,ar          against transformers' generate
     python bench.py --model DIR --acceptance --text FILE --context 4096      how often sparse drafts are accepted, over 512 positions of a text
@@ -28,7 +28,7 @@ from kv_cache import PagedCache
 from model import load_pretrained
 from scheduler import DTYPES, Controller, Cost, Engine, Flags, Response, Row, check_method, device_name, free_memory, measure_cost, number_or_auto, pick_device, refuse
 
-QUICK = dict(batch="8", context="256,12288", new_tokens=48)
+QUICK = dict(batch="16", context="256,28672", new_tokens=48)
 
 
 def numbers(text):

@@ -15,8 +15,9 @@ triton = pytest.importorskip("triton")
 np = pytest.importorskip("numpy")
 
 import sparse_attn as sa  # noqa: E402
+from kv_cache import PagedCache  # noqa: E402
 from sparse_attn import BLOCK  # noqa: E402
-from test_sparse_attn import DEVICE, TOL, Paged, error, exact_sparse, rand, sparse_args, sparse_case  # noqa: E402
+from test_sparse_attn import DEVICE, TOL, Paged, error, exact, exact_sparse, rand, sparse_args, sparse_case  # noqa: E402
 
 old_pair = triton.__version__.startswith("3.6.") and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4) and sa.INTERPRET
 values = pytest.mark.skipif(old_pair, reason="Triton 3.6's interpreter cannot loop to a loaded bound with numpy 2.4 or newer")
@@ -188,6 +189,65 @@ def test_sparse_takes_slices_of_larger_batches():
     q, k, v, table, blocks, recent, kv_len, ks, vs, drafted, page = sparse_args(x, *case)
     out = sa.sparse_paged(q[:2], k, v, table[:2], blocks[:2], recent[:2], kv_len[:2], ks[:, :2], vs[:, :2], drafted[:2], page)
     assert error(out.cpu(), want) < 2e-6
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# through the cache
+
+
+def life_of_two_rows(path):
+    """Prefill, a fork, a prefill beside it, decoding, verification, truncation, drafting, one more pass: outputs [n, Hq, D] and masses, in order."""
+    L, Hkv, D = 2, 2, 32
+    cache, got = PagedCache(L, Hkv, D, 512, page=32, device=DEVICE if path == "triton" else "cpu", path=path), []
+
+    def run(view, n):
+        for layer in range(L):
+            tensors = [rand(n, h, D, seed=10 * len(got) + i, device=cache.device) for i, h in enumerate((6, Hkv, Hkv))]
+            got.append(view(*tensors).cpu())
+
+    prompt = cache.new(50)
+    run(cache.dense([prompt], [50]), 50)
+    rows = [cache.fork(prompt, 128), cache.new(128)]
+    run(cache.dense(rows, [2, 40]), 42)
+    view = cache.dense(rows, [1, 1], score=True)
+    run(view, 2)
+    mass = view.block_mass([0, 1], [0, 1], [48, 32]).cpu()  # [L, B, Hkv, 3]; the CPU path judges whole blocks only
+    got.append(mass / mass[..., :2].sum(-1, keepdim=True))
+    run(cache.dense(rows, [4, 2], score=True), 6)
+    cache.truncate(rows[0], rows[0].length - 2)  # 55 and 43 tokens are left
+    blocks = torch.tensor([[[1, 0], [0, 1]], [[0, -1], [1, -1]]], dtype=torch.int32, device=cache.device)  # [B, Hkv, M]
+    view = cache.sparse(rows, torch.stack([blocks] * L), [32, 32], 3)
+    for n in (2, 2, 1):  # the second row drops out of its last step
+        run(view, n)
+    run(cache.dense(rows, [3, 1]), 4)  # nothing of the drafts has stayed
+    cache.check()
+    return got
+
+
+@values
+def test_cache_views_agree_with_the_cpu_path():
+    want, got = life_of_two_rows("torch"), life_of_two_rows("triton")
+    assert len(want) == len(got) == 17
+    for i, (a, b) in enumerate(zip(want, got)):
+        assert a.shape == b.shape, i
+        assert error(a if a.dim() == 3 else a[..., :2], b if b.dim() == 3 else b[..., :2]) < 3e-6, i
+
+
+@values
+def test_pools_of_more_than_two_to_the_31_elements():
+    """Slots whose element offset an int32 cannot hold. Memory is only touched where keys lie: one pool serves as K and V."""
+    D, page = 128, 64
+    last = 2 ** 31 // (D * page)  # the first page past the limit
+    pool = torch.empty(1, (last + 1) * page, D, dtype=torch.float16, device=DEVICE)
+    keys, q = rand(40, 1, D, dtype=torch.float16, device=DEVICE), rand(1, 2, D, dtype=torch.float16, seed=1, device=DEVICE)
+    sa.write_kv(keys, keys, pool, pool, last * page + torch.arange(40, device=DEVICE))
+    assert torch.equal(pool[0, last * page:last * page + 40], keys[:, 0])
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=DEVICE)  # noqa: E731
+    want = exact(q[0].cpu(), keys[:, 0].cpu(), keys[:, 0].cpu())[0]
+    assert error(sa.dense_paged(q, pool, pool, ints([last]), ints(40), ints(0, 1), page, 1)[0][0].cpu(), want) < 2e-3
+    scratch = torch.zeros(1, 1, 1, D, dtype=torch.float16, device=DEVICE)
+    out = sa.sparse_paged(q, pool, pool, ints([last]), ints([[0]]).view(1, 1, 1), ints(16), ints(40), scratch, scratch, ints(0), page)
+    assert error(out[0].cpu(), want) < 2e-3
 
 
 # ----------------------------------------------------------------------------------------------------------------------
