@@ -319,8 +319,7 @@ def load_weights(net, folder):
     if config.tie and "lm_head.weight" in spare and "model.embed_tokens.weight" in tensors:
         spare.remove("lm_head.weight")
         if not torch.equal(*(tensors[name].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))):
-            raise ValueError(f"{folder}: config.json ties the head to the embedding, but the stored lm_head.weight differs from it: set tie_word_embeddings "
-                             "to false")
+            raise ValueError(f"{folder}: config.json ties the head to the embedding, but the stored lm_head.weight differs: set tie_word_embeddings to false")
     if missing == ["lm_head.weight"]:
         raise ValueError(f"{folder}: config.json says tie_word_embeddings false, but no lm_head.weight is stored: the head is lost, or the config is wrong")
     if missing:
@@ -516,14 +515,26 @@ def tokenizer_from_json(data, path, added, about):
     def steps(part, inner):
         return part[inner] if part and part["type"] == "Sequence" else [part] if part else []
     model, splits, normal = data["model"], steps(data.get("pre_tokenizer"), "pretokenizers"), steps(data.get("normalizer"), "normalizers")
-    *first, byte_level = splits or [{"type": "none"}]
+    *first, byte_level = splits or [{"type": None}]
     kinds, regex = [s["type"] for s in splits], byte_level.get("use_regex", True)
     if "merges" not in model or model.get("byte_fallback") or byte_level["type"] != "ByteLevel" or any(n["type"] != "NFC" for n in normal):
         raise ValueError(f"{path} is not byte-level BPE but {model.get('type')} with {', '.join(kinds + [n['type'] for n in normal]) or 'no splitting'} "
                          f"(Llama-2's SentencePiece is such a one): {WEIGHTS_ALONE}")
     added = {**added, **{entry["id"]: entry for entry in data.get("added_tokens", [])}}
+    vocab, made, last = model["vocab"], set(), -1
+    for merge in model["merges"]:  # "a b" or ["a", "b"]
+        i = vocab.get("".join(merge.split(" ") if isinstance(merge, str) else merge), -1)
+        if i < last:
+            raise ValueError(f"{path}: the ids do not rise along the merges (at {merge!r}), so ranks cannot stand for them: {WEIGHTS_ALONE}")
+        made.add(last := i)
+    tokens = [(text.translate(BYTE_OF).encode("latin-1", "xmlcharrefreplace"), text, i) for text, i in vocab.items() if i not in added]
+    can = {i for _, text, i in tokens if len(text) == 1 or i in made}  # the others are decoded, never produced,
+    unmade = [(i, text) for _, text, i in tokens if i not in can]
+    if model.get("ignore_merges"):  # but where they are a whole piece; ranks say the same only of a token that no two others join to
+        can |= {i for i, text in unmade if not any(text[:j] in vocab and text[j:] in vocab for j in range(1, len(text)))}
     odd = [key for key in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(key)] + ["add_prefix_space"] * bool(byte_level.get("add_prefix_space"))
-    odd += ["single_word"] * any(entry.get("single_word") for entry in added.values())
+    odd += ["single_word"] * any(e.get("single_word") for e in added.values())
+    odd += [f"ignore_merges for tokens without their merges ({text!r})" for i, text in unmade if model.get("ignore_merges") and i not in can][:1]
     how = (first[0].get("behavior"), bool(first[0].get("invert"))) if first else None
     if kinds == ["ByteLevel"] and regex:
         pattern = GPT2
@@ -537,14 +548,6 @@ def tokenizer_from_json(data, path, added, about):
         odd.append("a split by " + ", ".join(kind + str(s.get("behavior", "")) for kind, s in zip(kinds, splits)))
     if odd:
         raise ValueError(f"{path} asks for {', '.join(odd)}, which is not supported: {WEIGHTS_ALONE}")
-    vocab, made, last = model["vocab"], set(), -1
-    for merge in model["merges"]:  # "a b" or ["a", "b"]
-        i = vocab.get("".join(merge.split(" ") if isinstance(merge, str) else merge), -1)
-        if i < last:
-            raise ValueError(f"{path}: the ids do not rise along the merges (at {merge!r}), so ranks cannot stand for them: {WEIGHTS_ALONE}")
-        made.add(last := i)
-    tokens = [(text.translate(BYTE_OF).encode("latin-1", "xmlcharrefreplace"), text, i) for text, i in vocab.items() if i not in added]
-    can = {i for _, text, i in tokens if len(text) == 1 or i in made or model.get("ignore_merges")}  # ignore_merges: a piece that is a token is taken whole
     return Tokenizer({b: i for b, _, i in tokens if i in can}, pattern, added, bool(normal), [(b, i) for b, _, i in tokens if i not in can], **about)
 
 

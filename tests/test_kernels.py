@@ -196,7 +196,7 @@ def test_sparse_takes_slices_of_larger_batches():
 
 
 def life_of_two_rows(path):
-    """Prefill, a fork, a prefill beside it, decoding, verification, truncation, drafting, one more pass: outputs [n, Hq, D] in order. The two paths' masses differ by definition."""
+    """Prefill, a fork, a prefill beside it, decoding, verification, truncation, drafting, one more pass: outputs [n, Hq, D] and masses, in order."""
     L, Hkv, D = 2, 2, 32
     cache, got = PagedCache(L, Hkv, D, 512, page=32, device=DEVICE if path == "triton" else "cpu", path=path), []
 
@@ -205,13 +205,15 @@ def life_of_two_rows(path):
             tensors = [rand(n, h, D, seed=10 * len(got) + i, device=cache.device) for i, h in enumerate((6, Hkv, Hkv))]
             got.append(view(*tensors).cpu())
 
-    prompt = cache.new(50)
-    run(cache.dense([prompt], [50]), 50)
+    prompt = cache.new(45)
+    run(cache.dense([prompt], [45]), 45)
     rows = [cache.fork(prompt, 128), cache.new(128)]
-    run(cache.dense(rows, [2, 40]), 42)
-    run(cache.dense(rows, [1, 1], score=True), 2)
+    run(cache.dense(rows, [2, 63]), 65)
+    view = cache.dense(rows, [1, 1], score=True)
+    run(view, 2)
+    got.append(view.block_mass([0, 1], [0, 1], [48, 64]).cpu())  # [L, B, Hkv, 4]; one query token a row and whole blocks: both paths mean the same
     run(cache.dense(rows, [4, 2], score=True), 6)
-    cache.truncate(rows[0], rows[0].length - 2)  # 55 and 43 tokens are left
+    cache.truncate(rows[0], rows[0].length - 2)  # 50 and 66 tokens are left
     blocks = torch.tensor([[[1, 0], [0, 1]], [[0, -1], [1, -1]]], dtype=torch.int32, device=cache.device)  # [B, Hkv, M]
     view = cache.sparse(rows, torch.stack([blocks] * L), [32, 32], 3)
     for n in (2, 2, 1):  # the second row drops out of its last step
@@ -224,7 +226,7 @@ def life_of_two_rows(path):
 @values
 def test_cache_views_agree_with_the_cpu_path():
     want, got = life_of_two_rows("torch"), life_of_two_rows("triton")
-    assert len(want) == len(got) == 16
+    assert len(want) == len(got) == 17
     for i, (a, b) in enumerate(zip(want, got)):
         assert a.shape == b.shape, i
         assert error(a, b) < 3e-6, i

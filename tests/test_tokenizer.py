@@ -137,6 +137,22 @@ def test_ids_equal_tokenizers_on_anything(kind, oracles, tmp_path):
     check()
 
 
+def test_a_token_that_no_merge_makes(oracles, tmp_path):
+    """It is decoded, never produced; Llama-3's ignore_merges takes it as a whole piece, never inside one. Ranks cannot say that of a token that two others join to."""
+    texts = [" return", "a return", " returns", "qzx", "aqzx", "qzxq", *varied(50)]
+    for kind in ("gpt2", "llama3"):
+        folder = write(tmp_path / kind, oracles[kind])
+        edit(folder, lambda d: d["model"].update(merges=[m for m in d["model"]["merges"] if "".join(m) != "\u0120return"]))
+        other = write(tmp_path / f"{kind}-whole", oracles[kind])  # no two tokens join to qzx: neither qz nor zx is one
+        edit(other, lambda d: (d["model"]["vocab"].update(qzx=max(d["model"]["vocab"].values()) + 500)))
+        same(read(other), tokenizers.Tokenizer.from_file(str(other / "tokenizer.json")), texts)
+    tok, i = read(tmp_path / "gpt2"), oracles["gpt2"].token_to_id("\u0120return")
+    same(tok, tokenizers.Tokenizer.from_file(str(tmp_path / "gpt2" / "tokenizer.json")), texts)
+    assert tok.decode([i]) == " return" and i not in tok.encode(" return")
+    assert len(read(tmp_path / "llama3-whole").encode("qzx")) == 1 < len(read(tmp_path / "gpt2-whole").encode("qzx"))
+    refused(tmp_path / "llama3", "ignore_merges for tokens without their merges")
+
+
 def test_the_normaliser_is_the_checkpoints_own(oracles, tmp_path):
     """Qwen composes e + accent to one character before it looks for tokens; Llama-3 must not."""
     qwen, llama = (read(write(tmp_path / kind, oracles[kind])) for kind in ("qwen", "llama3"))
@@ -245,6 +261,9 @@ def test_the_tiny_tokenizer_is_bytes(tmp_path):
 # chat templates
 
 LLAMA3_TEMPLATE = """{{- bos_token }}
+{% if messages %}
+    {% set blank_lines_and_indents = "belong to the blocks, not to the text" %}
+{% endif %}
 {%- set date_string = strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" %}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system = messages[0]['content']|trim %}
