@@ -168,6 +168,7 @@ class Load:
 def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", budget=0.0625, dtype=None, device="cpu", repeat=5):
     """Time real passes of `net` (the best of `repeat`) and split them into the constants of `Cost`: a few seconds. rows: a typical batch; length: a typical row."""
     c, device = net.config, torch.device(device)
+    net.pack()
     dtype = dtype or next(net.parameters()).dtype
     token_bytes = PagedCache.bytes_per_token(c.layers, c.kv_heads, c.head_dim, dtype)
     length = max(512, min(length, net.context - 64, free_memory(device) // 8 // token_bytes // rows))
@@ -242,6 +243,7 @@ def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", bu
     judge = timed(lambda: verify(rule, logp, logq, torch.zeros(rows * k, dtype=torch.long, device=device), torch.full((rows,), k, device=device), zeros, zeros, zeros, want_alpha=True))
     for r in made:
         cache.free(r.kv)
+    net.unpack()
     return Cost(linear=rising(linear), read=read, score=score / (rows * length), gather=max(0.0, once[length] - once[32]) / span,
                 sparse=max(0.0, step[length] - step[32]) / span, setup=once[32] / rows, accept=judge / (rows * k),
                 made_on=dict(device=device_name(device), threads=torch.get_num_threads(), dtype=str(dtype).removeprefix("torch."), rows=rows, length=length,
@@ -298,6 +300,7 @@ class Engine:
 
     def __init__(self, net, cache, drafter=None, controller=None, *, temperature=1.0, rule="rejection", stop_ids=(), truncation=None, sparse=False):
         self.net, self.cache, self.drafter, self.sparse = net, cache, drafter, sparse
+        net.pack()
         self.controller = controller or Controller(0)
         self.temperature, self.rule, self.stop_ids = temperature, "greedy" if temperature == 0 else rule, frozenset(stop_ids)
         self.truncation = truncation or {}  # top_k, top_p
@@ -599,26 +602,29 @@ def rollout(net, prompts, group=8, max_new_tokens=256, method="s3r", temperature
     for i, (prompt, key) in enumerate(zip(prompts, keys)):
         engine.add(i, prompt, [hash64(seed, step, key, member) for member in range(group)], max_new_tokens, key)
     groups, responses, running, t0 = {}, [], [], time.perf_counter()
-    while engine.busy:
-        for r in engine.step():
-            groups.setdefault(r.group, []).append(r)
-            responses.append(r)
-            if len(groups[r.group]) == group:
-                done = sorted(groups.pop(r.group), key=lambda r: r.index)
-                if drafter:
-                    drafter.end_group(r.group)
-                if on_group:
-                    on_group(done)
-        if engine.rows:
-            running.append(len(engine.rows))
-        if on_token:
-            on_token([row.response for row in engine.rows])
-    cache.check()
-    if cache.free_pages != cache.P or cache.promised or cache.live:
-        raise RuntimeError(f"the idle KV pool holds {cache.P - cache.free_pages} pages and {cache.promised} promises: rows were not freed")
-    responses.sort(key=lambda r: (r.group, r.index))
-    if method == "sparse":
-        rescore(net, responses, temperature, truncation)
+    try:
+        while engine.busy:
+            for r in engine.step():
+                groups.setdefault(r.group, []).append(r)
+                responses.append(r)
+                if len(groups[r.group]) == group:
+                    done = sorted(groups.pop(r.group), key=lambda r: r.index)
+                    if drafter:
+                        drafter.end_group(r.group)
+                    if on_group:
+                        on_group(done)
+            if engine.rows:
+                running.append(len(engine.rows))
+            if on_token:
+                on_token([row.response for row in engine.rows])
+        cache.check()
+        if cache.free_pages != cache.P or cache.promised or cache.live:
+            raise RuntimeError(f"the idle KV pool holds {cache.P - cache.free_pages} pages and {cache.promised} promises: rows were not freed")
+        responses.sort(key=lambda r: (r.group, r.index))
+        if method == "sparse":
+            rescore(net, responses, temperature, truncation)
+    finally:
+        net.unpack()  # the weights may be trained next
     return responses, summary(engine, running, t0 - started, time.perf_counter() - t0, token_bytes)
 
 

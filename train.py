@@ -308,6 +308,8 @@ def run(a):
     memory = {"weights": params * wide.itemsize, "gradients": params * wide.itemsize, "optimizer": 2 * params * wide.itemsize, "activations (estimate)": acts,
               "logits": 3 * chunk_rows(c.vocab_size) * c.vocab_size * 4, "KV pool": 0 if a.method == "sft" else pool_tokens * token_bytes,
               "replica": 0 if replica is net else params * DTYPES[a.dtype].itemsize, "reference": params * wide.itemsize if reference is not None else 0}
+    memory["packed weights"] = 0 if a.method == "sft" else replica.pack()  # while a rollout runs
+    replica.unpack()
     held_now = memory["weights"] + memory["replica"] + memory["reference"]
     need, free = sum(memory.values()) - held_now, free_memory(device)
     why = {"auto": f"--device auto, {'a GPU is there' if device.startswith('cuda') else 'no GPU is there'}"}.get(a.device, f"--device {a.device}")

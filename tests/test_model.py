@@ -423,3 +423,47 @@ def test_tiny():
     assert run(net, ids).isfinite().all() and ids.max() < net.vocab
     fresh, _ = load_pretrained("tiny", fresh=3)
     assert torch.equal(fresh.embed.weight, random_model(net.config.raw, 3).embed.weight) and fresh.vocab == net.vocab and fresh.stop_ids == net.stop_ids
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
+@pytest.mark.parametrize("tie", (False, True))
+def test_packed_weights_follow_the_weights(dtype, tie):
+    """Rollouts multiply by packed copies: the same products, and never a stale one, whatever changed the weights; training never sees them."""
+    import model
+    from sparse_attn import PackedCausal
+    net = model.random_model({**VARIANTS["qwen2"], "tie_word_embeddings": tie}, dtype=dtype)
+    n, tol = 7, {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float64: 0}[dtype]
+    ids, positions = torch.arange(n) % net.vocab, torch.arange(n)
+
+    def logits():
+        return net.logits(net(ids, positions, PackedCausal([n])))
+
+    def agree():
+        with torch.no_grad():
+            got = logits()
+        want = logits()  # with gradients: the plain product
+        assert want.requires_grad and (got - want).abs().max() <= tol * want.abs().max()
+        return want.detach()
+
+    plain = agree()
+    assert net.pack() == (0 if dtype == torch.float64 or not model.packs(dtype) else sum(p.numel() * p.element_size() for name, p in net.named_parameters() if p.dim() == 2 and (tie or "embed" not in name)))
+    assert torch.equal(agree(), plain)
+    for how in ({}, {"foreach": True}, {"fused": True}):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, **how)
+        logits().float().pow(2).sum().backward()
+        if how.get("fused"):
+            net.unpack()
+            assert net.packed is None and net.layers[0].qkv.packed is None
+        optimizer.step()
+        net.pack()
+        assert not torch.equal(agree(), plain)
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(1.5)
+    agree()
+    net.load_state_dict(other.state_dict())
+    agree()
+    for p in net.parameters():
+        p.data = p.data * 0.5
+    agree()
