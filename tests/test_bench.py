@@ -1,4 +1,6 @@
 """The bench: its table, its JSON line, its acceptance walk.    pytest tests/test_bench.py"""
+import argparse
+import inspect
 import json
 import subprocess
 import sys
@@ -50,8 +52,9 @@ def test_mistakes_are_one_sentence(args, words, monkeypatch, capsys):
 
 @pytest.mark.real
 def test_acceptance_on_a_real_checkpoint(real_model):
-    """4K tokens of context, a sixteenth of it read: about 0.86 of the drafts would be accepted (README)."""
+    """4K tokens of context, a sixteenth of it read: about 0.86 of the drafts would be accepted (README), far more than by the nearest tokens alone."""
     net, tok = load_pretrained(real_model, torch.bfloat16)
     net.requires_grad_(False)
-    ids = tok.encode("".join(f.read_text() for f in sorted(ROOT.glob("*.py"))))
-    assert bench.acceptance(net, ids, 4096, 12).mean() > 0.75
+    ids = tok.encode(inspect.getsource(argparse))  # a text that our own edits do not change
+    chosen, nearest = (float(bench.acceptance(net, ids, 4096, 32, recent_share=share).mean()) for share in (0.25, 1.0))  # measured 0.857 and 0.623, +-0.02
+    assert chosen > 0.78 and chosen > nearest + 0.1, (chosen, nearest)
