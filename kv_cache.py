@@ -23,7 +23,11 @@ import sparse_attn as sa
 from sparse_attn import BLOCK
 
 PREFILL = 32          # more query rows than this in one row of the batch, and the causal part is a call of its own
-CALL_BYTES = 100_000  # one attention call costs about as much as reading this much KV (about 20 us at 5 GB/s, two cores)
+# What a layer's attention costs, us (two Zen 4 cores, 64-wide heads; only the choice between layouts hangs on it): an attention call of the flash kernel, a
+# pair of matrix products of one head, the softmax between, one chunk to merge; and elements of K and V read in a us by each.
+CALL, PRODUCT, SOFTMAX, CHUNK = 15, 25, 50, 2
+ELEMENTS = {False: 4800, True: 9600}
+PRODUCTS = (torch.bfloat16,)  # dtypes in which products are the faster ones over long chunks
 
 
 class Seq:
@@ -268,77 +272,115 @@ class Dense:
 
     def _plan(self, seqs):
         c, page = self.c, self.c.page
+        if self.Q > PREFILL:  # row by row: the runs of what each already holds
+            self.past_runs = [c.runs(s.pages, past) for s, past in zip(seqs, self.past)]
+            return
         groups = {}  # rows that share prompt pages read them once, in one call
         for b, s in enumerate(seqs):
             if s.shared:
                 groups.setdefault(s.shared, []).append(b)
-        groups = {pages: rows for pages, rows in groups.items() if len(rows) > 1}
         lead = [0] * self.B  # leading pages that a group call covers
-        for pages, rows in groups.items():
-            for b in rows:
-                lead[b] = len(pages)
+        self.everyone = list(range(self.B))
         self.calls, entries, n = [], [[] for _ in seqs], 0
         for pages, rows in groups.items():
-            for start, length in c.runs(pages, len(pages) * page):
-                S = self._splits(length)
-                self.calls.append(("run", rows, start, length, S, self._tail_mask(length, S)))
-                for i, b in enumerate(rows):
-                    entries[b] += [n + s * len(rows) + i for s in range(S)]
-                n += S * len(rows)
+            if len(rows) > 1:
+                products, size, places, owned = self._layout([(first, m, 0, m * page, 0) for first, m in self._page_runs(pages)], exact=True)
+                self.calls.append((rows, products, places, size, None))
+                for i in range(len(owned)):
+                    for j, b in enumerate(rows):
+                        entries[b].append(n + i * len(rows) + j)
+                n += len(owned) * len(rows)
+                for b in rows:
+                    lead[b] = len(pages)
 
-        own = [s.pages[a:] for s, a in zip(seqs, lead)]
-        self.by_page = False
-        if self.Q <= PREFILL:
-            used = sorted({p for pages in own for p in pages})
-            lo, hi = used[0], used[-1] + 1
-            per_slot = 2 * c.Hkv * c.D * c.dtype.itemsize
-            by_run = sum(s.length - a * page for s, a in zip(seqs, lead)) * per_slot + (self.B + (self.Q > 1)) * CALL_BYTES
-            clash = sum(len(pages) for pages in own) > len(used)  # a page that two rows hold privately-looking (an uncopied tail) has two owners
-            self.by_page = not clash and (hi - lo) * page * per_slot + CALL_BYTES <= by_run
-        if self.by_page:  # one call over a range of pages, each with the queries of the row that holds it
-            owner, logical = np.full(hi - lo, -1), np.zeros(hi - lo, dtype=np.int64)
-            for b, pages in enumerate(own):
-                for i, p in enumerate(pages):
-                    owner[p - lo], logical[p - lo] = b, lead[b] + i
-                    entries[b].append(n + p - lo)
-            limit = np.where(owner >= 0, np.array(self.past)[owner], -self.Q - 1)[:, None] + np.arange(self.Q)  # [P, Q] last visible position
-            pos = logical[:, None] * page + np.arange(page)  # [P, page]
-            seen = torch.from_numpy(pos[:, None] <= limit[:, :, None])  # [P, Q, page]
-            mask = torch.zeros(seen.shape, dtype=c.dtype).masked_fill_(~seen, float("-inf"))
-            dead = ~seen.any(-1)  # [P, Q]: the kernel gives log-sum-exp 0 where nothing is visible; it must count as nothing
-            self.calls.append(("pages", torch.from_numpy(np.maximum(owner, 0)), lo, hi, mask, dead if bool(dead[torch.from_numpy(owner >= 0)].any()) else None))
-            n += hi - lo
-        else:
-            fresh = self.Q > 1  # several new tokens see each other causally: a small part of their own; one new token is simply the row's end
-            for b, s in enumerate(seqs):
-                for start, length in c.runs(own[b], self.past[b] + (not fresh) - lead[b] * page):
-                    S = self._splits(length)
-                    self.calls.append(("run", [b], start, length, S, self._tail_mask(length, S)))
-                    entries[b] += range(n, n + S)
-                    n += S
-            if fresh and self.Q <= PREFILL:
-                self.calls.append(("self",))
-                for b in range(self.B):
-                    entries[b].append(n + b)
-                n += self.B
-                self.self_mask = torch.zeros(self.Q, self.Q, dtype=c.dtype).masked_fill_(torch.ones(self.Q, self.Q, dtype=torch.bool).triu(1), float("-inf"))
+        runs = []  # (first page, pages, position of the first slot, tokens, row)
+        for b, s in enumerate(seqs):
+            at = lead[b] * page
+            for first, m in self._page_runs(s.pages[lead[b]:-(-s.length // page)]):
+                runs.append((first, m, at, min(m * page, s.length - at), b))
+                at += m * page
+        products, size, places, owned = self._layout(sorted(runs))
+        row, start, stop = np.array(owned).T  # [N] each: the row of a chunk, the position of its first slot, where its run ends
+        for i, b in enumerate(row):
+            entries[b].append(n + i)
+        n += len(row)
+        past = np.array(self.past)[row]
+        limit = np.minimum(past[:, None] + np.arange(self.Q), stop[:, None] - 1)  # [N, Q] last visible position
+        self.calls.append((row.tolist(), products, places, size, self._hidden(limit - start[:, None], products, places, size)))
         most = max(len(e) for e in entries)
-        self.plain = most == 1 and [e[0] for e in entries if e] == list(range(n))  # every row is one entry, in order: nothing to merge
+        self.plain = most == 1 and [e[0] for e in entries] == list(range(n))  # every row is one entry, in order: nothing to merge
         self.ragged = any(len(e) < most for e in entries)
         self.table = torch.tensor([e + [n] * (most - len(e)) for e in entries])  # [B, parts]; entry n is the empty one
 
-    def _splits(self, length):
-        """Parts of a run: with few KV heads the threads would have nothing to share out (3 heads on 2 threads leave one idle)."""
-        threads = torch.get_num_threads()
-        return threads if self.Q <= PREFILL and self.c.Hkv % threads and length >= 512 else 1
+    @staticmethod
+    def _page_runs(pages):
+        """Contiguous runs: pages [4, 5, 9] -> [[4, 2], [9, 1]]."""
+        out = []
+        for p in pages:
+            if out and out[-1][0] + out[-1][1] == p:
+                out[-1][1] += 1
+            else:
+                out.append([p, 1])
+        return out
 
-    def _tail_mask(self, length, S):
-        cut = -(-length // S)  # the last part may run up to S - 1 slots past the run: they are masked
-        if S * cut == length:
+    def _layout(self, runs, exact=False):
+        """How to read runs (first page, pages, position, tokens, row), in order of place: cut into chunks of one size, by flash calls or by products.
+
+        -> (products?, slots of a chunk, places [(first slot, stride, chunks)], [(row, first position, end of its run's positions)] of each chunk).
+        Large chunks mean few calls and few parts to merge, small ones little that is read in vain: a run's last chunk may reach past its end, where keys are
+        masked. Rows of one run each that lie equally far apart, as a rollout's do, are one call. exact: nothing may be read past a run's end.
+        """
+        c, page, best, threads = self.c, self.c.page, None, torch.get_num_threads()
+        first, pages, _, tokens, _ = np.array(runs).T
+        longest, gap = int(pages.max()), int(np.diff(first).max()) if len(runs) > 1 else 0
+        sizes = {longest, -(-longest // threads), *(1 << i for i in range(longest.bit_length()))}
+        for products in (False, True) if c.dtype in PRODUCTS else (False,):
+            for size in sorted(sizes | {gap} if products and gap > longest else sizes):
+                m = -(-pages // size)  # chunks of each run
+                if (first + m * size).max() > c.P + 1 or exact and (pages % size).any():
+                    continue
+                n = int(tokens.max()) if m.max() == 1 and not products else size * page
+                step = np.diff(first)
+                if products:
+                    stretches = 1 + int((step != m[:-1] * size).sum())
+                else:
+                    stretches = 1 + int((np.diff(step) != 0).sum()) if m.max() == 1 else len(runs)
+                N = int(m.sum())
+                read = 2 * n * c.D * max(N * c.Hkv, -(-N * c.Hkv // threads) * threads)  # a thread that has no chunk waits
+                cost = read / ELEMENTS[products] + N * CHUNK * (m.max() > 1) + stretches * (PRODUCT * c.Hkv if products else CALL) + SOFTMAX * products
+                if best is None or cost < best[0]:
+                    best = cost, products, size, n
+        _, products, size, n = best
+        places, owned = [], []
+        for first, pages, at, tokens, row in runs:
+            for i in range(-(-pages // size)):
+                slot = (first + i * size) * page
+                last = places[-1] if places else None
+                if last and (slot == last[0] + last[1] * last[2] or last[2] == 1 and not products):
+                    places[-1] = last[0], (slot - last[0]) // last[2], last[2] + 1
+                else:
+                    places.append((slot, n, 1))
+                owned.append((row, at + i * size * page, at + tokens))
+        return products, n, places, owned
+
+    def _hidden(self, limit, products, places, n):
+        """The masks of chunks of n keys whose query j may see keys 0..limit[:, j]: see `attend_chunks` and `attend_products`."""
+        at = np.flatnonzero(limit[:, 0] < n - 1)
+        if not len(at):
             return None
-        mask = torch.zeros(S, 1, 1, cut, dtype=self.c.dtype)
-        mask[-1, ..., length - (S - 1) * cut:] = float("-inf")
-        return mask
+        c = max(0, int(limit[at, 0].min()) + 1)
+        seen = torch.from_numpy(np.arange(c, n) <= limit[at][:, :, None])  # [A, Q, n - c]
+        if products:
+            blind = torch.from_numpy(limit < 0)  # [N, Q]: they see nothing, which a softmax cannot say; any weights do, they count for nothing
+            seen |= blind[torch.from_numpy(at)][..., None]
+            return torch.from_numpy(at), c, torch.zeros(seen.shape, dtype=self.c.dtype).masked_fill_(~seen, float("-inf")), blind if bool(blind.any()) else None
+        mask = torch.zeros(len(limit), 1, self.Q, n, dtype=self.c.dtype)
+        mask[torch.from_numpy(at), 0, :, c:] = torch.zeros(seen.shape, dtype=self.c.dtype).masked_fill_(~seen, float("-inf"))
+        i, masks = 0, []
+        for _, _, m in places:
+            masks.append(mask[i:i + m] if bool((limit[i:i + m, 0] < n - 1).any()) else None)
+            i += m
+        return masks
 
     def __call__(self, q, k, v):
         c, layer = self.c, self.layer
@@ -360,22 +402,16 @@ class Dense:
         if not self.even:
             q = q[self.pad]
         f = sa.fold(q, B, c.Hkv)  # [B, Hkv, G*Q, D]
-        outs, lses = [], []
-        for call in self.calls:
-            if call[0] == "run":
-                o, lse = self._run(f, K, V, *call[1:])
-            elif call[0] == "pages":
-                _, owner, lo, hi, mask, dead = call
-                G = f.shape[2] // Q
-                kp, vp = (x[:, lo * c.page:hi * c.page].view(c.Hkv, hi - lo, c.page, c.D).transpose(0, 1) for x in (K, V))
-                m = mask[:, None, None].expand(-1, 1, G, -1, -1).reshape(hi - lo, 1, G * Q, c.page) if G > 1 and Q > 1 else mask[:, None].expand(-1, 1, G * Q, -1)
-                o, lse = sa.attend(f[owner], kp, vp, m)
-                if dead is not None:
-                    lse = lse.masked_fill(dead[:, None].repeat(1, 1, G), float("-inf"))
-            else:
-                kb, vb = (x if self.even else x[self.pad] for x in (k, v))
-                kb, vb = (x.view(B, Q, c.Hkv, c.D).transpose(1, 2) for x in (kb, vb))
-                o, lse = sa.attend(f, kb, vb, self.self_mask.repeat(f.shape[2] // Q, 1)[None, None])
+        GQ, outs, lses = f.shape[2], [], []
+        if layer == 0 and GQ > Q:
+            self.calls[-1] = self._widen(*self.calls[-1], GQ // Q)
+        for rows, products, places, n, mask in self.calls:
+            part = f if rows == self.everyone else f[rows]
+            if rows is not self.calls[-1][0]:  # a group's prompt: every chunk is read by all of its rows
+                part = part.transpose(0, 1).reshape(1, c.Hkv, -1, c.D).expand(sum(m for _, _, m in places), -1, -1, -1)
+            o, lse = (sa.attend_products if products else sa.attend_chunks)(part, K, V, places, n, mask)
+            if rows is not self.calls[-1][0]:
+                o, lse = (x.unflatten(2, (len(rows), GQ)).transpose(1, 2).flatten(0, 1) for x in (o, lse))  # [N*R, Hkv, GQ, D], [N*R, Hkv, GQ]
             outs.append(o)
             lses.append(lse)
         o, lse = (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
@@ -385,6 +421,16 @@ class Dense:
             o = sa.merge(o[self.table], lse[self.table])
         o = sa.unfold(o, Q)
         return o if self.even else o[self.unpad]
+
+    @staticmethod
+    def _widen(rows, products, places, n, mask, G):
+        """The mask's rows: one for each query head, [.., Q, ..] -> [.., G*Q, ..]."""
+        if mask is not None and products:
+            at, c, m, blind = mask
+            mask = at, c, m.repeat(1, G, 1), None if blind is None else blind.repeat(1, G)
+        elif mask is not None:
+            mask = [m if m is None else m.expand(-1, 1, G, -1) if m.shape[2] == 1 else m.repeat(1, 1, G, 1) for m in mask]
+        return rows, products, places, n, mask
 
     def block_mass(self, which, at, lengths):
         """Softmax weight of each block of 16 keys in the rows `which` of this pass, seen from their packed tokens `at`, below `lengths`.
@@ -396,30 +442,15 @@ class Dense:
             return torch.stack([m[which][..., :max(-(-n // BLOCK) for n in lengths)].float() for m in self.mass])
         return _block_mass(self.c, self.q, [self.seqs[b] for b in which], which if self.Q > PREFILL else at, lengths)
 
-    def _run(self, f, K, V, rows, start, length, S, mask):
-        """Rows' folded queries against one run of slots, cut into S parts: entries [S * len(rows), Hkv, G*Q, D], part-major."""
-        c, R = self.c, len(rows)
-        cut = -(-length // S)
-        kr, vr = (x.as_strided((S, c.Hkv, cut, c.D), (cut * c.D, x.shape[1] * c.D, c.D, 1), start * c.D) for x in (K, V))
-        if R == 1:
-            return sa.attend(f[rows[0]].expand(S, -1, -1, -1), kr, vr, mask)
-        GQ = f.shape[2]
-        o, lse = sa.attend(f[rows].transpose(0, 1).reshape(1, c.Hkv, R * GQ, c.D).expand(S, -1, -1, -1), kr, vr, mask)
-        o = o.view(S, c.Hkv, R, GQ, c.D).transpose(1, 2).reshape(S * R, c.Hkv, GQ, c.D)
-        return o, lse.view(S, c.Hkv, R, GQ).transpose(1, 2).reshape(S * R, c.Hkv, GQ)
-
     def _prefill(self, q, k, v, K, V):
         """Long rows, one after another: causal among the new tokens, merged with what the row already holds."""
-        c, outs, a, calls = self.c, [], 0, {}
-        for call in self.calls:
-            for b in call[1]:
-                calls.setdefault(b, []).append(call)
+        c, outs, a = self.c, [], 0
         for b, n in enumerate(self.counts):
             qb, kb, vb = (x[a:a + n] for x in (q, k, v))
             o, lse = sa.causal_self(qb, kb, vb)
-            if b in calls:
+            if self.past_runs[b]:
                 f = sa.fold(qb, 1, c.Hkv)
-                parts = [self._run(f, K, V, [0], *call[2:]) for call in calls[b]]
+                parts = [sa.attend(f, *(x[None, :, start:start + length] for x in (K, V))) for start, length in self.past_runs[b]]
                 o = sa.merge(torch.stack([o] + [p[0] for p in parts], 1), torch.stack([lse] + [p[1] for p in parts], 1))
             outs.append(sa.unfold(o, n))
             a += n

@@ -4,6 +4,7 @@ import random
 import pytest
 import torch
 
+import kv_cache
 from kv_cache import BLOCK, PagedCache
 from sparse_attn import PackedCausal
 
@@ -38,13 +39,17 @@ def cat(*parts):
     return [torch.cat(x) for x in zip(*parts)]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_dense_pass_equals_full_attention(seed):
-    """Random groups that share prompts, random chunk sizes, truncation in between: every output is plain attention's over the row's history."""
-    rng, cache = random.Random(seed), pool(64 * PAGE)
+@pytest.mark.parametrize("seed", range(6))
+def test_dense_pass_equals_full_attention(seed, monkeypatch):
+    """Random groups that share prompts, random numbers of tokens, truncation in between, every way to lay out the reading: every output is plain
+    attention's over the row's history."""
+    rng, cache, ways = random.Random(seed), pool(96 * PAGE), set()
+    layout = kv_cache.Dense._layout
+    monkeypatch.setattr(kv_cache, "PRODUCTS", (torch.float64,))
+    monkeypatch.setattr(kv_cache.Dense, "_layout", lambda *a, **kw: (x := layout(*a, **kw), ways.add((x[0], x[1] > PAGE, len(x[2]) > 1, len(x[3]) > 1)))[0])
     rows = []  # [seq, history]
     for g in range(3):
-        P = rng.randint(1, 3 * PAGE)
+        P = rng.randint(1, 6 * PAGE)
         prompt, x = cache.new(P), qkv(P, 100 * seed + g)
         _, out = run(cache, [prompt], [P], x)
         for a, b in zip(out, reference(x, P)):
@@ -53,12 +58,19 @@ def test_dense_pass_equals_full_attention(seed):
             rows.append([cache.fork(prompt, P + 4 * PAGE), x])
         cache.free(prompt)
         cache.check()
-    for turn in range(12):
+    for turn in range(30):
+        for cost in ("CALL", "PRODUCT", "SOFTMAX", "CHUNK"):
+            monkeypatch.setattr(kv_cache, cost, 10 ** rng.uniform(-3, 3))
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=rng.choice([1, 2, 5, 16]): n)
+        monkeypatch.setattr(kv_cache, "ELEMENTS", {form: 10 ** rng.uniform(0, 3) for form in (False, True)})
         few = rng.sample(rows, rng.randint(1, len(rows)))
         kind = rng.choice(["one", "same", "ragged", "long"])
         counts = [1 if kind == "one" else 4 if kind == "same" else rng.randint(1, 5) if kind == "ragged" else rng.choice([1, 2, 40]) for _ in few]
         counts = [min(n, r[0].length + 4 * PAGE - 1 - r[0].length) for n, r in zip(counts, few)]
-        few, counts = zip(*[(r, n) for r, n in zip(few, counts) if r[0].length + n <= len(r[0].shared) * PAGE + 4 * PAGE]) if few else ((), ())
+        fits = [(r, n) for r, n in zip(few, counts) if r[0].length + n <= len(r[0].shared) * PAGE + 4 * PAGE]
+        if not fits:
+            continue
+        few, counts = zip(*fits)
         xs = [qkv(n, 1000 * seed + 50 * turn + i) for i, n in enumerate(counts)]
         _, out = run(cache, [r[0] for r in few], list(counts), cat(*xs))
         a = 0
@@ -74,6 +86,7 @@ def test_dense_pass_equals_full_attention(seed):
             cache.truncate(r[0], keep)
             r[1] = [x[:keep] for x in r[1]]
         cache.check()
+    assert {w[0] for w in ways} == {False, True} and len(ways) >= 5, ways
     for r in rows:
         cache.free(r[0])
     cache.check()
