@@ -24,7 +24,19 @@ import numpy as np
 import torch
 
 from kv_cache import BLOCK
+from model import load_pretrained
 from spec_sample import draft_token, law
+
+
+def load_policy(name, dtype, device):
+    """A policy to draw responses from and its tokenizer, which it must have: name is a folder, a hub name or "tiny". -> (net without gradients, tok).
+
+    Here and not in the engine: drafters are made of models and may know them, the scheduler only ever calls the net that it is given.
+    """
+    net, tok = load_pretrained(name, dtype, device)
+    if tok is None:
+        raise ValueError(f"{name} has no tokenizer: give a folder with tokenizer.json")
+    return net.requires_grad_(False), tok
 
 
 class SparseSelf:

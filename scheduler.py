@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 import spec_sample
-from draft import SparseSelf
+from draft import SparseSelf, load_policy
 from kv_cache import PagedCache
 from spec_sample import hash64, law, target_token, verify
 
@@ -762,10 +762,7 @@ def main():
             raise ValueError("give --prompt TEXT, or --prompt - to read it from stdin")
         check_method(a.method, a.verify, a.temperature, a.k, a.budget)
         device = pick_device(a.device)
-        from model import load_pretrained  # the engine knows no model; only this command line does
-        net, tok = load_pretrained(a.model, DTYPES[a.dtype], device)
-        if tok is None:
-            raise ValueError(f"{a.model} has no tokenizer: give a folder with tokenizer.json")
+        net, tok = load_policy(a.model, DTYPES[a.dtype], device)
         text = sys.stdin.read() if a.prompt == "-" else a.prompt
         ids = tok.chat([{"role": "user", "content": text}]) if tok.has_template else tok.encode(text)
         show, shown = tok.stream(), [0]

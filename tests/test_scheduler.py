@@ -1,4 +1,5 @@
 """The engine: admission, stops, groups, the cost model and the choice of k, refusals.    pytest tests/test_scheduler.py"""
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from kv_cache import PagedCache
+from model import load_pretrained, save_pretrained
 from scheduler import Controller, Cost, Engine, Load, between, measure_cost, rising, rollout
 from spec_sample import hash64
 from test_faithful import make, prompts, tiny
@@ -131,12 +133,24 @@ def test_controller_learns_and_forgets():
     assert c.alpha > 0.95
 
 
-def test_command_line_streams_and_refuses():
+def test_imports_run_one_way():
+    """Also those inside functions: the engine knows drafters, the cache and sampling, and no model."""
+    draft, scheduler = {"spec_sample", "kv_cache", "model"}, {"draft", "kv_cache", "spec_sample"}
+    every = {"spec_sample", "sparse_attn", "model", "kv_cache", "draft", "scheduler", "grpo"}
+    may = dict(spec_sample=set(), sparse_attn=set(), model=set(), kv_cache={"sparse_attn"}, draft=draft, scheduler=scheduler, grpo=set(), train=every, bench=every)
+    for name, allowed in may.items():
+        nodes = list(ast.walk(ast.parse((ROOT / f"{name}.py").read_text())))
+        found = {a.name for x in nodes if isinstance(x, ast.Import) for a in x.names} | {x.module for x in nodes if isinstance(x, ast.ImportFrom)}
+        assert not (found & set(may)) - allowed, f"{name}.py imports {sorted((found & set(may)) - allowed)}"
+
+
+def test_command_line_streams_and_refuses(tmp_path):
     def run(*args):
         return subprocess.run([sys.executable, "scheduler.py", *args], cwd=ROOT, capture_output=True, text=True)
     r = run("--prompt", "7 +5 -3 = ?", "--max-new-tokens", "20", "--k", "2")
     assert r.returncode == 0 and r.stdout.strip() and "tok/s" in r.stderr and "tau" in r.stderr
-    for args, words in ((("--promt", "x"), "did you mean --prompt"), (("--prompt", "x", "--method", "dflash"), "not built yet"), (("--prompt", "x", "--model", "nowhere"), "is not a folder"),
+    save_pretrained(load_pretrained("tiny")[0], tmp_path)
+    for args, words in ((("--promt", "x"), "did you mean --prompt"), (("--prompt", "x", "--model", str(tmp_path)), "has no tokenizer"), (("--prompt", "x", "--method", "dflash"), "not built yet"), (("--prompt", "x", "--model", "nowhere"), "is not a folder"),
                         (("--prompt", "x", "--device", "cuda:9"), "not available") if not torch.cuda.is_available() else (("--prompt", "x", "--device", "tpu"), "not supported")):
         r = run(*args)
         assert r.returncode == 2 and words in r.stderr and len(r.stderr.strip().splitlines()) == 1, r.stderr
