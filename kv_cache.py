@@ -16,6 +16,8 @@ Memory: n tokens cost n * bytes_per_token plus at most one partly filled page a 
 
 Try it:  pytest tests/test_kv_cache.py
 """
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -24,10 +26,22 @@ from sparse_attn import BLOCK
 
 PREFILL = 32          # more query rows than this in one row of the batch, and the causal part is a call of its own
 # What a layer's attention costs, us (two Zen 4 cores, 64-wide heads; only the choice between layouts hangs on it): an attention call of the flash kernel, a
-# pair of matrix products of one head, the softmax between, one chunk to merge; and elements of K and V read in a us by each.
-CALL, PRODUCT, SOFTMAX, CHUNK = 15, 25, 50, 2
-ELEMENTS = {False: 4800, True: 9600}
-PRODUCTS = (torch.bfloat16,)  # dtypes in which products are the faster ones over long chunks
+# pair of matrix products of one head, the softmax between, one chunk to merge.
+CALL, PRODUCT, SOFTMAX, CHUNK = 15, 25, 30, 2
+# And ns for an element of K or V that is read: once, and for each query row. False: the flash kernel, True: products. bf16 products run on the matrix units.
+READ = {torch.bfloat16: {False: (0.150, 0.013), True: (0.076, 0.005)}, torch.float32: {False: (0.143, 0.010), True: (0.090, 0.017)}}
+
+
+@dataclass
+class Part:
+    """One attention call of a plan: `n` keys in each of N chunks, read by R query rows each."""
+    rows: list       # chunk i is rows[i]'s; or, where `shared`, every chunk is read by all of `rows`
+    shared: bool
+    products: bool   # sparse_attn.attend_products, else attend_chunks
+    places: list     # [(first slot, stride, chunks)]
+    n: int
+    blocks: list     # [N] the logical block that each chunk starts with
+    mask: object = None
 
 
 class Seq:
@@ -51,9 +65,10 @@ class PagedCache:
         self.P = -(-tokens // page)
         self.dtype, self.device = dtype, torch.device(device)
         self.path = path or ("triton" if self.device.type == "cuda" else "torch")
+        if self.device.type == "cpu":
+            sa.keep_freed_memory()
         shape = (kv_heads, (self.P + 1) * page, head_dim)  # one page more than is ever given out: reads may run past a row's end
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.k, self.v = (list(torch.zeros(layers, *shape, dtype=dtype, device=device)) for _ in "kv")
         self.refs = np.zeros(self.P, dtype=np.int64)
         self.claimed = np.zeros(self.P, dtype=bool)
         self.free_pages, self.promised = self.P, 0  # promised: pages that live rows may still take
@@ -252,9 +267,7 @@ class Dense:
         self.slots = torch.cat(slots).to(cache.device)  # [T] where each token's K/V goes
         self.counts, self.Q = counts, max(counts)
         self.last = torch.tensor(np.cumsum(counts) - 1)  # [B] each row's last packed token
-        self.q = [None] * cache.L if score and cache.path == "torch" else None
-        self.mass = [None] * cache.L if score and cache.path == "triton" else None
-        self.scored = score
+        self.scored, self.mass = score, [None] * cache.L if score else None
         if cache.path == "triton":
             self.table = cache.page_table(seqs)
             self.kv_len = torch.tensor([s.length for s in seqs], dtype=torch.int32, device=cache.device)
@@ -266,26 +279,23 @@ class Dense:
             j = np.minimum(np.arange(self.Q)[None], np.array(counts)[:, None] - 1)
             self.pad = torch.from_numpy(start[:, None] + j).view(-1)  # [B*Q] packed token
             self.unpad = torch.from_numpy(np.flatnonzero((np.arange(self.Q)[None] < np.array(counts)[:, None]).ravel()))  # [T]
-        self._plan(seqs)
+        if self.Q > PREFILL:  # row by row: the runs of what each already holds
+            self.past_runs = [cache.runs(s.pages, past) for s, past in zip(seqs, self.past)]
 
     # The plan: a list of attention calls, each giving entries [n, Hkv, G*Q, D], and a table that says which entries make up each row.
 
-    def _plan(self, seqs):
-        c, page = self.c, self.c.page
-        if self.Q > PREFILL:  # row by row: the runs of what each already holds
-            self.past_runs = [c.runs(s.pages, past) for s, past in zip(seqs, self.past)]
-            return
+    def _plan(self, seqs, G):
+        c, page, R = self.c, self.c.page, G * self.Q
         groups = {}  # rows that share prompt pages read them once, in one call
         for b, s in enumerate(seqs):
             if s.shared:
                 groups.setdefault(s.shared, []).append(b)
         lead = [0] * self.B  # leading pages that a group call covers
-        self.everyone = list(range(self.B))
-        self.calls, entries, n = [], [[] for _ in seqs], 0
+        self.parts, entries, n = [], [[] for _ in seqs], 0
         for pages, rows in groups.items():
             if len(rows) > 1:
-                products, size, places, owned = self._layout([(first, m, 0, m * page, 0) for first, m in self._page_runs(pages)], exact=True)
-                self.calls.append((rows, products, places, size, None))
+                products, size, places, owned = self._layout([(first, m, 0, m * page, 0) for first, m in self._page_runs(pages)], R * len(rows), exact=True)
+                self.parts.append(Part(rows, True, products, places, size, [at // BLOCK for _, at, _ in owned]))
                 for i in range(len(owned)):
                     for j, b in enumerate(rows):
                         entries[b].append(n + i * len(rows) + j)
@@ -299,18 +309,19 @@ class Dense:
             for first, m in self._page_runs(s.pages[lead[b]:-(-s.length // page)]):
                 runs.append((first, m, at, min(m * page, s.length - at), b))
                 at += m * page
-        products, size, places, owned = self._layout(sorted(runs))
+        products, size, places, owned = self._layout(sorted(runs), R)
         row, start, stop = np.array(owned).T  # [N] each: the row of a chunk, the position of its first slot, where its run ends
         for i, b in enumerate(row):
             entries[b].append(n + i)
         n += len(row)
         past = np.array(self.past)[row]
         limit = np.minimum(past[:, None] + np.arange(self.Q), stop[:, None] - 1)  # [N, Q] last visible position
-        self.calls.append((row.tolist(), products, places, size, self._hidden(limit - start[:, None], products, places, size)))
+        self.parts.append(Part(row.tolist(), False, products, places, size, (start // BLOCK).tolist(), self._hidden(limit - start[:, None], products, places, size, G)))
         most = max(len(e) for e in entries)
         self.plain = most == 1 and [e[0] for e in entries] == list(range(n))  # every row is one entry, in order: nothing to merge
         self.ragged = any(len(e) < most for e in entries)
         self.table = torch.tensor([e + [n] * (most - len(e)) for e in entries])  # [B, parts]; entry n is the empty one
+        self.owner = torch.tensor([b for p in self.parts for b in (p.rows * len(p.blocks) if p.shared else p.rows)])  # [n] whose entry it is
 
     @staticmethod
     def _page_runs(pages):
@@ -323,18 +334,19 @@ class Dense:
                 out.append([p, 1])
         return out
 
-    def _layout(self, runs, exact=False):
-        """How to read runs (first page, pages, position, tokens, row), in order of place: cut into chunks of one size, by flash calls or by products.
+    def _layout(self, runs, R, exact=False):
+        """How R query rows read runs (first page, pages, position, tokens, row), in order of place: cut into chunks of one size, by flash calls or by products.
 
         -> (products?, slots of a chunk, places [(first slot, stride, chunks)], [(row, first position, end of its run's positions)] of each chunk).
         Large chunks mean few calls and few parts to merge, small ones little that is read in vain: a run's last chunk may reach past its end, where keys are
-        masked. Rows of one run each that lie equally far apart, as a rollout's do, are one call. exact: nothing may be read past a run's end.
+        masked. Rows of one run each that lie equally far apart, as a rollout's do, are one call. exact: nothing may be read past a run's end. A scored pass goes by products: only they have each key's weight.
         """
         c, page, best, threads = self.c, self.c.page, None, torch.get_num_threads()
         first, pages, _, tokens, _ = np.array(runs).T
         longest, gap = int(pages.max()), int(np.diff(first).max()) if len(runs) > 1 else 0
         sizes = {longest, -(-longest // threads), *(1 << i for i in range(longest.bit_length()))}
-        for products in (False, True) if c.dtype in PRODUCTS else (False,):
+        for products in (True,) if self.scored else (False, True):
+            once, each = READ[torch.bfloat16 if c.dtype.itemsize == 2 else torch.float32][products]
             for size in sorted(sizes | {gap} if products and gap > longest else sizes):
                 m = -(-pages // size)  # chunks of each run
                 if (first + m * size).max() > c.P + 1 or exact and (pages % size).any():
@@ -346,8 +358,8 @@ class Dense:
                 else:
                     stretches = 1 + int((np.diff(step) != 0).sum()) if m.max() == 1 else len(runs)
                 N = int(m.sum())
-                read = 2 * n * c.D * max(N * c.Hkv, -(-N * c.Hkv // threads) * threads)  # a thread that has no chunk waits
-                cost = read / ELEMENTS[products] + N * CHUNK * (m.max() > 1) + stretches * (PRODUCT * c.Hkv if products else CALL) + SOFTMAX * products
+                read = 2 * n * c.D * (N * c.Hkv if products else -(-N * c.Hkv // threads) * threads)  # elements; a thread that has no chunk waits
+                cost = read * (once + each * R) / 1000 + N * CHUNK * (m.max() > 1) + stretches * (PRODUCT * c.Hkv if products else CALL) + SOFTMAX * products
                 if best is None or cost < best[0]:
                     best = cost, products, size, n
         _, products, size, n = best
@@ -363,19 +375,19 @@ class Dense:
                 owned.append((row, at + i * size * page, at + tokens))
         return products, n, places, owned
 
-    def _hidden(self, limit, products, places, n):
-        """The masks of chunks of n keys whose query j may see keys 0..limit[:, j]: see `attend_chunks` and `attend_products`."""
+    def _hidden(self, limit, products, places, n, G):
+        """The masks of chunks of n keys whose query token j may see keys 0..limit[:, j]: see `attend_chunks` and `attend_products`."""
         at = np.flatnonzero(limit[:, 0] < n - 1)
         if not len(at):
             return None
-        c = max(0, int(limit[at, 0].min()) + 1)
-        seen = torch.from_numpy(np.arange(c, n) <= limit[at][:, :, None])  # [A, Q, n - c]
+        c = max(0, int(limit[at, 0].min()) + 1) if products else 0
+        hide = torch.from_numpy(np.arange(c, n) > np.tile(limit[at], (1, G))[:, :, None])  # [A, G*Q, n - c]
         if products:
-            blind = torch.from_numpy(limit < 0)  # [N, Q]: they see nothing, which a softmax cannot say; any weights do, they count for nothing
-            seen |= blind[torch.from_numpy(at)][..., None]
-            return torch.from_numpy(at), c, torch.zeros(seen.shape, dtype=self.c.dtype).masked_fill_(~seen, float("-inf")), blind if bool(blind.any()) else None
-        mask = torch.zeros(len(limit), 1, self.Q, n, dtype=self.c.dtype)
-        mask[torch.from_numpy(at), 0, :, c:] = torch.zeros(seen.shape, dtype=self.c.dtype).masked_fill_(~seen, float("-inf"))
+            blind = torch.from_numpy(np.tile(limit < 0, (1, G)))  # [N, G*Q]: they see nothing, which a softmax cannot say; any weights do, they count for nothing
+            hide &= ~blind[torch.from_numpy(at)][..., None]
+            return torch.from_numpy(at), c, torch.zeros(hide.shape, dtype=self.c.dtype).masked_fill_(hide, float("-inf")), blind if bool(blind.any()) else None
+        mask = torch.zeros(len(limit), 1, *hide.shape[1:], dtype=self.c.dtype)
+        mask[torch.from_numpy(at), 0] = torch.zeros(hide.shape, dtype=self.c.dtype).masked_fill_(hide, float("-inf"))
         i, masks = 0, []
         for _, _, m in places:
             masks.append(mask[i:i + m] if bool((limit[i:i + m, 0] < n - 1).any()) else None)
@@ -386,51 +398,63 @@ class Dense:
         c, layer = self.c, self.layer
         self.layer = (layer + 1) % c.L
         K, V = c.k[layer], c.v[layer]  # [Hkv, slots, D]
-        if self.q is not None:
-            self.q[layer] = q if self.Q <= PREFILL else q[self.last]
         if c.path == "triton":
             sa.write_kv(k, v, K, V, self.slots)
-            out, mass = sa.dense_paged(q, K, V, self.table, self.kv_len, self.cu_q, c.page, self.Q, want_mass=self.mass is not None)
-            if self.mass is not None:
+            out, mass = sa.dense_paged(q, K, V, self.table, self.kv_len, self.cu_q, c.page, self.Q, want_mass=self.scored)
+            if self.scored:
                 self.mass[layer] = mass
             return out
         K.index_copy_(1, self.slots, k.transpose(0, 1))
         V.index_copy_(1, self.slots, v.transpose(0, 1))
         if self.Q > PREFILL:
+            if self.scored:
+                self.mass[layer] = q[self.last]  # of a prefill only the last queries judge: later, in block_mass
             return self._prefill(q, k, v, K, V)
-        Q, B = self.Q, self.B
-        if not self.even:
-            q = q[self.pad]
-        f = sa.fold(q, B, c.Hkv)  # [B, Hkv, G*Q, D]
-        GQ, outs, lses = f.shape[2], [], []
-        if layer == 0 and GQ > Q:
-            self.calls[-1] = self._widen(*self.calls[-1], GQ // Q)
-        for rows, products, places, n, mask in self.calls:
-            part = f if rows == self.everyone else f[rows]
-            if rows is not self.calls[-1][0]:  # a group's prompt: every chunk is read by all of its rows
-                part = part.transpose(0, 1).reshape(1, c.Hkv, -1, c.D).expand(sum(m for _, _, m in places), -1, -1, -1)
-            o, lse = (sa.attend_products if products else sa.attend_chunks)(part, K, V, places, n, mask)
-            if rows is not self.calls[-1][0]:
-                o, lse = (x.unflatten(2, (len(rows), GQ)).transpose(1, 2).flatten(0, 1) for x in (o, lse))  # [N*R, Hkv, GQ, D], [N*R, Hkv, GQ]
+        Q, B, G = self.Q, self.B, q.shape[1] // c.Hkv
+        if layer == 0:
+            self._plan(self.seqs, G)
+        f = sa.fold(q if self.even else q[self.pad], B, c.Hkv)  # [B, Hkv, G*Q, D]
+        outs, lses, masses = [], [], []
+        for p in self.parts:
+            N = len(p.blocks)
+            if p.shared:  # a group's prompt
+                part = f[p.rows].transpose(0, 1).reshape(1, c.Hkv, -1, c.D).expand(N, -1, -1, -1)  # [N, Hkv, rows * G*Q, D]
+            else:
+                part = f if p.rows == list(range(B)) else f[p.rows]  # [N, Hkv, G*Q, D]
+            if p.products:
+                mass = part.new_empty(c.Hkv, N, part.shape[2], p.n // BLOCK) if self.scored else None
+                o, lse = sa.attend_products(part, K, V, p.places, p.n, p.mask, not self.plain, mass)
+                masses.append(mass)
+            else:
+                o, lse = sa.attend_chunks(part, K, V, p.places, p.n, p.mask)
+            if p.shared:
+                o, lse = (x.unflatten(2, (len(p.rows), G * Q)).transpose(1, 2).flatten(0, 1) for x in (o, lse))  # [N*rows, Hkv, GQ, D], [N*rows, Hkv, GQ]
             outs.append(o)
             lses.append(lse)
-        o, lse = (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
+        o = outs[0] if len(outs) == 1 else torch.cat(outs)
         if not self.plain:
+            lse = lses[0] if len(lses) == 1 else torch.cat(lses)
             if self.ragged:  # the empty entry
                 o, lse = torch.cat([o, o.new_zeros(1, *o.shape[1:])]), torch.cat([lse, lse.new_full((1, *lse.shape[1:]), float("-inf"))])
-            o = sa.merge(o[self.table], lse[self.table])
+            parts = lse[self.table]  # [B, parts, Hkv, GQ]
+            o = sa.merge(o[self.table], parts)
+        if self.scored:
+            share = None if self.plain else torch.exp(lse[:len(self.owner)] - parts.logsumexp(1)[self.owner])  # [entries, Hkv, GQ] of a row's whole weight
+            self.mass[layer] = self._masses(masses, share, G)
         o = sa.unfold(o, Q)
         return o if self.even else o[self.unpad]
 
-    @staticmethod
-    def _widen(rows, products, places, n, mask, G):
-        """The mask's rows: one for each query head, [.., Q, ..] -> [.., G*Q, ..]."""
-        if mask is not None and products:
-            at, c, m, blind = mask
-            mask = at, c, m.repeat(1, G, 1), None if blind is None else blind.repeat(1, G)
-        elif mask is not None:
-            mask = [m if m is None else m.expand(-1, 1, G, -1) if m.shape[2] == 1 else m.repeat(1, 1, G, 1) for m in mask]
-        return rows, products, places, n, mask
+    def _masses(self, masses, share, G):
+        """Weights of blocks within their chunks [Hkv, N, R, n / BLOCK] -> in their rows, mean over G: [entries, Hkv, Q, n / BLOCK] of each part."""
+        out, a = [], 0
+        for p, mass in zip(self.parts, masses):
+            if p.shared:
+                mass = mass.unflatten(2, (len(p.rows), -1)).flatten(1, 2)  # [Hkv, N*rows, GQ, n / BLOCK]
+            if share is not None:
+                mass = mass * share[a:a + mass.shape[1]].transpose(0, 1)[..., None]
+            a += mass.shape[1]
+            out.append(mass.unflatten(2, (G, self.Q)).mean(2, dtype=torch.float32).transpose(0, 1))
+        return out
 
     def block_mass(self, which, at, lengths):
         """Softmax weight of each block of 16 keys in the rows `which` of this pass, seen from their packed tokens `at`, below `lengths`.
@@ -438,9 +462,21 @@ class Dense:
         -> [L, len(which), Hkv, N] fp32, N = blocks of the longest; 0 past a row's own. The Triton kernel's masses are means over all of
         a row's query tokens instead (they come for free): those of refused drafts count too.
         """
-        if self.mass is not None:
-            return torch.stack([m[which][..., :max(-(-n // BLOCK) for n in lengths)].float() for m in self.mass])
-        return _block_mass(self.c, self.q, [self.seqs[b] for b in which], which if self.Q > PREFILL else at, lengths)
+        c, blocks = self.c, [-(-n // BLOCK) for n in lengths]
+        if c.path == "triton":
+            return torch.stack([m[which][..., :max(blocks)].float() for m in self.mass])
+        if self.Q > PREFILL:
+            return _block_mass(c, self.mass, [self.seqs[b] for b in which], which, lengths)
+        out = torch.zeros(c.L, len(which), c.Hkv, max(blocks))
+        start = np.concatenate(([0], np.cumsum(self.counts)))
+        masses = [torch.stack(layers) for layers in zip(*self.mass)]  # [L, entries, Hkv, Q, n / BLOCK] of each part
+        for i, (b, t) in enumerate(zip(which, at)):
+            for p, mass in zip(self.parts, masses):
+                for e, first in [(j * len(p.rows) + p.rows.index(b), x) for j, x in enumerate(p.blocks) if b in p.rows] if p.shared else [(j, x) for j, x in enumerate(p.blocks) if p.rows[j] == b]:
+                    n = min(mass.shape[-1], blocks[i] - first)
+                    if n > 0:
+                        out[:, i, :, first:first + n] = mass[:, e, :, int(t) - start[b], :n]
+        return out
 
     def _prefill(self, q, k, v, K, V):
         """Long rows, one after another: causal among the new tokens, merged with what the row already holds."""
@@ -501,13 +537,10 @@ class Sparse:
         place = table.gather(1, (logical // per).permute(1, 0, 2, 3).reshape(B, -1)).view(B, L, Hkv, N).transpose(0, 1) * per + logical % per
         place = place + torch.arange(Hkv)[:, None] * ((c.P + 1) * per)  # [L, B, Hkv, N] block of the pool seen as [Hkv * blocks, BLOCK * D]
         self.place = place.reshape(L, -1)
-        seen = torch.zeros(B, (M + R) * BLOCK + steps, dtype=torch.bool)  # [B, S + steps]
+        seen = torch.zeros(B, N * BLOCK, dtype=torch.bool)  # what of it a draft may see; what is drafted comes in step by step
         seen[:, :M * BLOCK] = (blocks[0, :, 0] >= 0).repeat_interleave(BLOCK, 1)
         seen[:, M * BLOCK:self.S] = ((mine * BLOCK)[:, :, None] + torch.arange(BLOCK)).view(B, -1) < length[:, None]
-        seen[:, self.S:] = True
-        self.mask = torch.zeros(seen.shape, dtype=c.dtype).masked_fill_(~seen, float("-inf"))[:, None, None]  # [B, 1, 1, S + steps]
-        if bool(seen.all()):
-            self.mask = None
+        self.mask = torch.zeros(seen.shape, dtype=c.dtype).masked_fill_(~seen, float("-inf"))  # [B, N * BLOCK]
         shape = (B, Hkv, N * BLOCK, c.D)
         need = B * Hkv * N * BLOCK * c.D
         if c.compact is None or c.compact[0][0].numel() < need:  # kept between rounds: fresh memory costs a page fault a 4 KB
@@ -542,11 +575,10 @@ class Sparse:
             out = sa.sparse_paged(q, c.k[layer], c.v[layer], self.table[:n], self.blocks[layer, :n], self.recent[:n], self.kv_len[:n], ks[:, :n], vs[:, :n], self.filled[:n], c.page)
         else:
             kb, vb = self.buf[layer]
-            at, end = self.S + self.step, self.S + self.step + 1
-            kb[:n, :, at], vb[:n, :, at] = k, v
-            G = q.shape[1] // c.Hkv
-            mask = None if self.mask is None else self.mask[:n, ..., :end].expand(-1, 1, G, -1)
-            out = sa.attend(q.view(n, c.Hkv, G, c.D), kb[:n, :, :end], vb[:n, :, :end], mask)[0].reshape(n, c.Hkv * G, c.D)
+            kb[:n, :, self.S + self.step], vb[:n, :, self.S + self.step] = k, v
+            if layer == 0:
+                self.mask[:, self.S + self.step] = 0
+            out = sa.attend_compact(q, kb[:n], vb[:n], self.mask[:n])
         if self.layer == 0:
             self.step += 1
         return out

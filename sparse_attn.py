@@ -14,14 +14,15 @@ file. Both sides of the seam have the same meaning and are tested against each o
 
 Try it:  pytest tests/test_sparse_attn.py tests/test_kernels.py
 """
+import ctypes
 import functools
-import math
 import warnings
 
 import torch
 import torch.nn.functional as F
 
 SCORES = 1 << 22  # attention scores that are held at once
+TURN = 6  # for more bf16 query rows than this K @ q.T, turned over, is faster than q @ K.T
 BLOCK = 16  # keys in a selection block: the unit in which drafts choose what to read
 
 
@@ -88,60 +89,74 @@ def attend_chunks(q, k, v, places, n, masks=None):
     """
     outs, i = [], 0
     for (slot, stride, m), mask in zip(places, masks or [None] * len(places)):
-        kc, vc = (x.as_strided((m, x.shape[0], n, x.shape[2]), (stride * x.shape[2], x.shape[1] * x.shape[2], x.shape[2], 1), slot * x.shape[2]) for x in (k, v))
+        kc, vc = (x.as_strided((m, x.shape[0], n, x.shape[2]), (stride * x.shape[2], x.shape[1] * x.shape[2], x.shape[2], 1), x.storage_offset() + slot * x.shape[2]) for x in (k, v))
         outs.append(attend(q[i:i + m], kc, vc, mask))
         i += m
     return outs[0] if len(outs) == 1 else tuple(torch.cat(x) for x in zip(*outs))
 
 
-def attend_products(q, k, v, places, n, mask=None):
-    """`attend_chunks` in matrix products, twice as fast over long bf16 chunks; its scores are rounded to bf16.
+def attend_products(q, k, v, places, n, mask=None, want_lse=True, mass=None):
+    """`attend_chunks` in matrix products: faster over long chunks, in bf16 always, in fp32 for few rows. Scores and weights are rounded to q's dtype.
 
     Places have stride n here (bf16 products copy what is not contiguous); mask: None, or (chunks with hidden keys [A], first such key c, what is added to
-    the scores of keys c.. [A, R, n - c], rows that see nothing of a chunk [N, R] or None).
-
-    8 rows x 7,680 tokens, 3 KV heads of 64, layers in turn, two Zen 4 cores, ms a layer for 3 / 15 query rows: 4.9 / 8.3 by the flash kernel, 2.5 / 4.4 here
-    (fp32: 4.9 / 8.2 and 5.7 / 12). The rounding adds nothing that can be seen to what bf16 does anyway: SmolLM2-135M's next-token law at 4K tokens is 0.0152
-    (TV) from its law in fp32, and 0.0146 with the flash kernel.
+    the scores of keys c.. [A, R, n - c], rows that see nothing of a chunk [N, R] or None). mass [Hkv, N, R, n / BLOCK] is filled with the softmax weights of
+    blocks within their chunk: what S3R selects by.
     """
-    (N, H, R, D), wide = q.shape, torch.promote_types(q.dtype, torch.float32)
-    out, lse = q.new_empty(H, N, R, D), q.new_empty(H, N, R, dtype=wide)
-    heads = max(1, min(H, SCORES // (N * R * n)))  # at a time: all scores of many rows would take more memory than their KV
-    room, weights = scratch("scores", (heads, N, R, n), q.dtype), scratch("weights", (heads, N, R, n), wide)
-    for a in range(0, H, heads):
-        s, p = room[:H - a], weights[:H - a]  # [heads, N, R, n]
-        for h in range(len(s)):
-            i = 0
-            for slot, _, m in places:
-                torch.baddbmm(s[h, i:i + m], q[i:i + m, a + h], k[a + h, slot:slot + m * n].view(m, n, D).transpose(1, 2), beta=0, alpha=D ** -0.5, out=s[h, i:i + m])
-                i += m
+    (N, H, R, D), turn = q.shape, q.dtype == torch.bfloat16 and q.shape[2] > TURN
+    out, lse = q.new_empty(H, N, R, D), q.new_empty(H, N, R, dtype=torch.promote_types(q.dtype, torch.float32)) if want_lse else None
+    s, p = q.new_empty(N, R, n), q.new_empty(N, R, n)  # a head at a time: the scores of all would take more memory than the keys
+    turned = q.new_empty(N, n, R) if turn else None
+    for h in range(H):
+        i = 0
+        for slot, _, m in places:
+            qh, kh = q[i:i + m, h], k[h, slot:slot + m * n].view(m, n, D)
+            if turn:  # K as the left operand streams through at memory speed
+                torch.baddbmm(turned[i:i + m], kh, qh.transpose(1, 2), beta=0, alpha=D ** -0.5, out=turned[i:i + m])
+            else:
+                torch.baddbmm(s[i:i + m], qh, kh.transpose(1, 2), beta=0, alpha=D ** -0.5, out=s[i:i + m])
+            i += m
+        if turn:
+            s.copy_(turned.transpose(1, 2))
         if mask is not None:
             if len(mask[0]) == N:
                 s[..., mask[1]:] += mask[2]
             else:
-                s[:, mask[0], :, mask[1]:] += mask[2]
-        torch.softmax(s, -1, dtype=wide, out=p)
-        lse[a:a + len(s)] = s.amax(-1).to(wide) - p.amax(-1).log()  # at the largest score: lse = s - log p
-        s.copy_(p)
-        for h in range(len(s)):
-            i = 0
-            for slot, _, m in places:
-                torch.bmm(s[h, i:i + m], v[a + h, slot:slot + m * n].view(m, n, D), out=out[a + h, i:i + m])
-                i += m
+                s[mask[0], :, mask[1]:] += mask[2]
+        torch.softmax(s, -1, out=p)
+        if want_lse:
+            lse[h] = s.amax(-1).to(lse.dtype) - p.amax(-1).to(lse.dtype).log()  # at the largest score: lse = s - log p
+        if mass is not None:
+            torch.sum(p.view(N, R, n // BLOCK, BLOCK), -1, out=mass[h])
+        i = 0
+        for slot, _, m in places:
+            torch.bmm(p[i:i + m], v[h, slot:slot + m * n].view(m, n, D), out=out[h, i:i + m])
+            i += m
+    if not want_lse:
+        return out.transpose(0, 1), None
     if mask is not None and mask[3] is not None:
         lse.masked_fill_(mask[3], float("-inf"))
     return out.transpose(0, 1), lse.transpose(0, 1)
 
 
-_scratch = {}
+def attend_compact(q, k, v, mask):
+    """Attention of one token a row to its own short buffer: q [B, Hq, D]; k, v [B, Hkv, N, D] contiguous; mask [B, N] is added -> [B, Hq, D]."""
+    (B, Hq, D), (_, H, N, _) = q.shape, k.shape
+    s = torch.baddbmm(mask[:, None, None].expand(-1, H, Hq // H, -1).reshape(B * H, Hq // H, N), q.reshape(B * H, Hq // H, D), k.view(B * H, N, D).transpose(1, 2), alpha=D ** -0.5)
+    return torch.bmm(torch.softmax(s, -1), v.view(B * H, N, D)).view(B, Hq, D)
 
 
-def scratch(name, shape, dtype):
-    """Memory that outlives the call, by name: fresh megabytes from the system cost more in page faults than what is computed in them."""
-    size = math.prod(shape)
-    if name not in _scratch or _scratch[name].dtype != dtype or _scratch[name].numel() < size:
-        _scratch[name] = torch.empty(size, dtype=dtype)
-    return _scratch[name][:size].view(shape)
+@functools.cache
+def keep_freed_memory():
+    """Ask glibc to keep what is freed for the next call (up to 512 MiB) instead of giving it back to the system. -> whether it will.
+
+    A round makes tensors of megabytes, [T, V] laws and attention scores, and new memory costs a page fault every 4 KB: the log-softmax of 40 rows over a
+    vocabulary of 49K took 23 ms on a virtual machine, and takes 0.5 ms in memory that the process has kept.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        return bool(libc.mallopt(-3, 32 << 20) and libc.mallopt(-1, 512 << 20))  # M_MMAP_THRESHOLD (32 MiB is the most it takes), M_TRIM_THRESHOLD
+    except (AttributeError, OSError, TypeError):
+        return False  # another C library: nothing to ask
 
 
 def fold(q, B, Hkv):

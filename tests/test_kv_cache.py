@@ -45,7 +45,6 @@ def test_dense_pass_equals_full_attention(seed, monkeypatch):
     attention's over the row's history."""
     rng, cache, ways = random.Random(seed), pool(96 * PAGE), set()
     layout = kv_cache.Dense._layout
-    monkeypatch.setattr(kv_cache, "PRODUCTS", (torch.float64,))
     monkeypatch.setattr(kv_cache.Dense, "_layout", lambda *a, **kw: (x := layout(*a, **kw), ways.add((x[0], x[1] > PAGE, len(x[2]) > 1, len(x[3]) > 1)))[0])
     rows = []  # [seq, history]
     for g in range(3):
@@ -60,9 +59,9 @@ def test_dense_pass_equals_full_attention(seed, monkeypatch):
         cache.check()
     for turn in range(30):
         for cost in ("CALL", "PRODUCT", "SOFTMAX", "CHUNK"):
-            monkeypatch.setattr(kv_cache, cost, 10 ** rng.uniform(-3, 3))
+            monkeypatch.setattr(kv_cache, cost, 10 ** rng.uniform(-3, 3) * (-1 if cost == "CHUNK" and rng.random() < 0.5 else 1))  # below 0: the more chunks, the better
         monkeypatch.setattr(torch, "get_num_threads", lambda n=rng.choice([1, 2, 5, 16]): n)
-        monkeypatch.setattr(kv_cache, "ELEMENTS", {form: 10 ** rng.uniform(0, 3) for form in (False, True)})
+        monkeypatch.setattr(kv_cache, "READ", {torch.float32: {form: (10 ** rng.uniform(-2, 1), 10 ** rng.uniform(-3, 0)) for form in (False, True)}})
         few = rng.sample(rows, rng.randint(1, len(rows)))
         kind = rng.choice(["one", "same", "ragged", "long"])
         counts = [1 if kind == "one" else 4 if kind == "same" else rng.randint(1, 5) if kind == "ragged" else rng.choice([1, 2, 40]) for _ in few]
@@ -72,10 +71,20 @@ def test_dense_pass_equals_full_attention(seed, monkeypatch):
             continue
         few, counts = zip(*fits)
         xs = [qkv(n, 1000 * seed + 50 * turn + i) for i, n in enumerate(counts)]
-        _, out = run(cache, [r[0] for r in few], list(counts), cat(*xs))
+        score = rng.random() < 0.5
+        view, out = run(cache, [r[0] for r in few], list(counts), cat(*xs), score)
+        judges = [rng.randrange(n) for n in counts]  # the token of each row whose weights are asked for, as the last accepted one's after a verification
+        at = [sum(counts[:b]) + t for b, t in enumerate(judges)]
+        mass = view.block_mass(list(range(len(few))), at, [r[0].length for r in few]) if score and max(counts) <= kv_cache.PREFILL else None
         a = 0
-        for r, n, x in zip(few, counts, xs):
+        for b, (r, n, x) in enumerate(zip(few, counts, xs)):
             r[1] = cat(r[1], x)
+            if mass is not None:
+                q, k = r[1][0][len(r[1][0]) - n + judges[b]], r[1][1][:len(r[1][1]) - n + judges[b] + 1]
+                for layer in range(L):
+                    w = (torch.einsum("hgd,nhd->hgn", q.view(HKV, HQ // HKV, D), k) * (1 + layer) * D**-0.5).softmax(-1).mean(1)  # [Hkv, n]
+                    w = torch.nn.functional.pad(w, (0, mass.shape[3] * BLOCK - w.shape[1])).view(HKV, -1, BLOCK).sum(-1)
+                    assert torch.allclose(mass[layer, b], w.float(), atol=1e-6), (kind, b, judges[b])
             for got, want in zip(out, reference(r[1], n)):
                 assert torch.allclose(got[a:a + n], want, atol=1e-12), (kind, n)
             a += n
@@ -106,6 +115,25 @@ def test_shared_page_is_copied_at_the_first_write():
     assert torch.equal(cache.k[0][:, cache.slots(a, 0, P)], cache.k[0][:, cache.slots(b, 0, P)])
     assert cache.P - cache.free_pages == 3, "the last one to write keeps the page that nobody else holds"
     cache.check()
+
+
+def test_a_prompt_in_runs_of_different_lengths_is_read_to_its_end_only(monkeypatch):
+    """Pages 0-2 and 4-5: chunks of 3 pages would be the fewest, but the second would read what is not the prompt's, unmasked."""
+    monkeypatch.setattr(kv_cache, "CHUNK", 1e6)
+    cache = pool(10 * PAGE)
+    holes = [cache.new(PAGE) for _ in range(10)]
+    run(cache, holes, [PAGE] * 10, qkv(10 * PAGE, 9))
+    for i in (0, 1, 2, 4, 5, 8, 9):
+        cache.free(holes[i])
+    prompt, x = cache.new(5 * PAGE), qkv(5 * PAGE, 0)
+    run(cache, [prompt], [5 * PAGE], x)
+    assert prompt.pages == [0, 1, 2, 4, 5]
+    rows = [cache.fork(prompt, 6 * PAGE) for _ in range(2)]
+    new = [qkv(2, 1), qkv(2, 2)]
+    _, out = run(cache, rows, [2, 2], cat(*new))
+    for b in range(2):
+        for got, want in zip(out, reference(cat(x, new[b]), 2)):
+            assert torch.allclose(got[2 * b:2 * b + 2], want, atol=1e-12)
 
 
 def test_memory_is_tokens_plus_at_most_a_page_a_row():

@@ -156,6 +156,44 @@ def test_block_mass_is_the_mean_softmax_weight(dtype):
     assert torch.allclose(out[:, :6].sum(1), torch.ones(Hkv)) and (out[:, 6:] == 7).all()
 
 
+@pytest.mark.parametrize("R", [3, 15])
+@pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 2e-2), (torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_products_are_attention(R, dtype, tol):
+    """Every form of the products (few and many query rows, hidden keys, two places) against plain softmax in float64: output, log-sum-exp, masses of blocks."""
+    torch.manual_seed(0)
+    N, H, n, D = 3, 2, 64, 16
+    pool_k, pool_v = (torch.randn(H, 6 * n, D, dtype=torch.float64).to(dtype) for _ in "kv")
+    q = torch.randn(N, H, R, D, dtype=torch.float64).to(dtype)
+    hidden = torch.zeros(2, R, n - 50, dtype=dtype)  # chunks 0 and 2 hide keys from 50 on, later rows fewer of them
+    for j in range(R):
+        hidden[:, j, j // 3:] = float("-inf")
+    blind = torch.zeros(N, R, dtype=torch.bool)
+    blind[2, 0] = True
+    mass = torch.empty(H, N, R, n // 16, dtype=dtype)
+    out, lse = sa.attend_products(q, pool_k, pool_v, [(0, n, 2), (4 * n, n, 1)], n, (torch.tensor([0, 2]), 50, hidden, blind), mass=mass)
+    for i, slot in enumerate((0, n, 4 * n)):
+        mask = torch.zeros(R, n, dtype=torch.float64)
+        if i != 1:
+            mask[:, 50:] = hidden[i // 2].double()
+        s = q[i].double() @ pool_k[:, slot:slot + n].double().transpose(1, 2) * D**-0.5 + mask
+        assert torch.allclose(out[i].double(), s.softmax(-1) @ pool_v[:, slot:slot + n].double(), atol=tol)
+        assert torch.allclose(mass[:, i].double(), s.softmax(-1).view(H, R, -1, 16).sum(-1), atol=tol)
+        seen = ~blind[i]
+        assert torch.allclose(lse[i][:, seen].double(), s.logsumexp(-1)[:, seen], atol=tol) and (lse[i][:, ~seen] == float("-inf")).all()
+    assert torch.equal(sa.attend_products(q, pool_k, pool_v, [(0, n, 2), (4 * n, n, 1)], n, (torch.tensor([0, 2]), 50, hidden, blind), want_lse=False)[0], out)
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 2e-2), (torch.float64, 1e-12)])
+def test_compact_attention(dtype, tol):
+    torch.manual_seed(0)
+    B, H, G, N, D = 3, 2, 3, 48, 16
+    q, k, v = (torch.randn(*s, dtype=torch.float64).to(dtype) for s in ((B, H * G, D), (B, H, N, D), (B, H, N, D)))
+    mask = torch.zeros(B, N, dtype=dtype)
+    mask[1, 40:], mask[2, :7] = float("-inf"), float("-inf")
+    want = sa.attend_plain(q.view(B, H, G, D).double(), k.double(), v.double(), mask[:, None, None].double())[0]
+    assert torch.allclose(sa.attend_compact(q, k, v, mask).double(), want.view(B, H * G, D), atol=tol)
+
+
 def test_block_mass_survives_large_scores():
     q, k, out = torch.full((1, 1, 16), 100.0), rand(1, 32, 16) * 100, torch.zeros(1, 2)
     sa.block_mass(q, [k], out)
