@@ -510,7 +510,7 @@ def config(D, dtype, rows, page, most=64):
     """
     DP, R = (max(16, triton.next_power_of_2(x)) for x in (D, rows))  # other head sizes are padded to a power of two by masks
     if dtype == torch.float32:  # exact products have no tensor cores: they are unrolled into FMAs, whose operands fill the registers
-        R, N, warps, stages = min(R, most // 2), 32 if DP <= 64 else 16, 8, 2
+        R, N, warps, stages = min(R, most // 4 if DP == 128 else most // 2), 32 if DP <= 64 else 16, 8, 2
     else:
         R, N, warps, stages = min(R, most), 64 if DP <= 128 else 32, 4 if DP * min(R, most) <= 4096 else 8, 3 if DP <= 128 else 2
     return dict(R=R, N=min(N, page & -page), DP=DP), warps, stages

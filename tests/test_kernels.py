@@ -393,8 +393,9 @@ def test_kernels_compile_without_spills(cases):
     print("kernel, dtype-D-G-Q-mass, R, sm, registers, spilled bytes, shared bytes, tensor-core instructions, cp.async")
     for row in rows:
         print(*row)
-    # up to 32 bytes are ptxas's own choice, at 80 or 128 registers of 255: it gives them up to fit one more block on a multiprocessor
-    assert not [r for r in rows if int(r[5]) > 32]
+    # none with the triton that the README installs; up to 32 bytes are ptxas's own choice, at 80 or 128 registers of 255: it gives them up to fit one more
+    # block on a multiprocessor, and another version may
+    assert not [r for r in rows if int(r[5]) > (0 if sa.triton.__version__ == "3.7.1" else 32)]
     assert max(int(r[6]) for r in rows) <= 99 * 1024
     main = [r for r in rows if r[0] in ("dense_kernel", "sparse_kernel")]
     assert {r[0] for r in main} == {"dense_kernel", "sparse_kernel"} and {r[3] for r in main} == {"80", "90"}
