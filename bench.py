@@ -51,7 +51,7 @@ def flags():
     p.add_argument("--verify", default="rejection")
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--text", default=None, help="a text file to take contexts from; default: this project's own sources")
+    p.add_argument("--text", default=None, help="a text file to take contexts from; default: the language reference that comes with Python")
     p.add_argument("--cost", default=None, help="cost.json for --k auto; default: measured")
     p.add_argument("--acceptance", action="store_true", help="no timing: 1 - TV of every draft slot along --text, from --context on")
     p.add_argument("--positions", type=int, default=512, help="rounds of --acceptance")
@@ -99,6 +99,15 @@ def flops(device, dtype):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # a cell: one batch, one context, every method
+
+
+def default_text():
+    """-> name, text: English prose with code that every CPython carries, so that a number of ours can be had again elsewhere."""
+    try:
+        from pydoc_data.topics import topics
+        return f"the language reference in Python {sys.version_info[0]}.{sys.version_info[1]}", "\n\n".join(topics[key] for key in sorted(topics))
+    except ImportError:  # some distributions leave it out
+        return "this project's sources", "".join(f.read_text() for f in sorted(Path(__file__).resolve().parent.glob("*.py")))
 
 
 def context_ids(tok, net, text, n):
@@ -275,11 +284,9 @@ def run(a):
     if min(batches + contexts + [a.new_tokens, a.repeat, a.positions]) < 1 or min(contexts) < 2:
         raise ValueError("--batch, --new-tokens, --repeat and --positions must be at least 1, --context at least 2")
     device = pick_device(a.device)
-    here = Path(__file__).resolve().parent
     if a.text and not Path(a.text).is_file():
         raise ValueError(f"{a.text} is not a file: give a text to take contexts from")
-    text = Path(a.text).read_text(errors="replace") if a.text else "".join(f.read_text() for f in sorted(here.glob("*.py")))
-    name = a.text or "this project's sources"
+    name, text = (a.text, Path(a.text).read_text(errors="replace")) if a.text else default_text()
     net, tok = load_pretrained(a.model, DTYPES[a.dtype], device)
     net.requires_grad_(False)
     c = net.config

@@ -20,6 +20,8 @@ A drafter is anything with
 
 Try it:  python scheduler.py --model tiny --prompt "7+5-3=?" --method s3r
 """
+import math
+
 import numpy as np
 import torch
 
@@ -57,7 +59,7 @@ class SparseSelf:
 
     def split(self, n):
         """A row of n tokens -> (position from which all is read, number of earlier blocks kept). Both follow from n alone."""
-        tokens = max(self.floor, int(np.ceil(self.budget * n)))
+        tokens = max(self.floor, math.ceil(self.budget * n))
         recent = max(0, n - max(32, int(self.recent_share * tokens))) // BLOCK * BLOCK
         return recent, min(recent // BLOCK, -(-max(0, tokens - (n - recent)) // BLOCK))
 

@@ -26,6 +26,7 @@ import os
 import platform
 import sys
 import time
+from bisect import bisect_left
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 
@@ -86,11 +87,11 @@ class Group:
 
 
 def between(table, x):
-    """Piecewise linear through a dict of points: between({1: 10, 3: 20}, 2) -> 15. Past the last point in proportion to x (6 -> 40), before the first constant."""
-    xs = sorted(table)
+    """Piecewise linear through a dict of points, lowest first: between({1: 10, 3: 20}, 2) -> 15. Past the last point in proportion to x (6 -> 40), before the first constant."""
+    xs = list(table)
     if x <= xs[0] or x >= xs[-1]:
         return table[xs[0]] if x <= xs[0] else table[xs[-1]] * x / xs[-1]
-    i = next(i for i in range(1, len(xs)) if x <= xs[i])
+    i = bisect_left(xs, x)
     a, b = xs[i - 1], xs[i]
     return table[a] + (table[b] - table[a]) * (x - a) / (b - a)
 
@@ -141,7 +142,7 @@ class Cost:
         try:
             with open(path) as f:
                 d = json.load(f)
-            return Cost(**{k: {int(x): y for x, y in v.items()} if k in ("linear", "read") else v for k, v in d.items()})
+            return Cost(**{k: {int(x): y for x, y in sorted(v.items(), key=lambda p: int(p[0]))} if k in ("linear", "read") else v for k, v in d.items()})
         except (OSError, ValueError, TypeError, AttributeError) as e:
             raise ValueError(f"{path} cannot be read as cost constants ({e}); give a cost.json that a run has written, or none to measure them again") from None
 
@@ -261,6 +262,7 @@ class Controller:
         self.fixed, self.cost, self.prior, self.memory = k, cost, prior, memory
         self.good, self.seen = prior * 16, 16.0
         self.k, self.why = (k if cost is None else None), ""
+        self.asked, self.pause = 0, 0  # rows of the last choice, rounds for which k = 0 stands
 
     @property
     def alpha(self):
@@ -269,6 +271,10 @@ class Controller:
     def choose(self, rows, drafter, page):
         if self.cost is None:
             return self.fixed
+        if self.k == 0 and len(rows) == self.asked and self.pause:  # nothing is learnt while k = 0, and short rounds feel the asking
+            self.pause -= 1
+            return 0
+        self.asked, self.pause = len(rows), 7
         load = Load.of(rows, drafter, page)
         seconds = [self.cost.round(k, load) for k in range(MAX_K + 1)]
         self.k = spec_sample.best_k(self.alpha, lambda k: seconds[k], MAX_K, current=self.k)
