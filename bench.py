@@ -4,6 +4,7 @@
     python bench.py --model DIR --dtype bf16 --batch 1,8 --context 1024,7680 --methods ar,s3r
     python bench.py --model DIR --dtype bf16 --batch 8 --context 128 --methods hf,ar          against transformers' generate
     python bench.py --model DIR --acceptance --text FILE --context 4096      how often sparse drafts are accepted, over 512 positions of a text
+    python bench.py --predict                                                the cost model: for an H200 from its data sheet, and here against what is measured
 
 A context is prefilled once and its pages are copied to B private rows (nothing is shared: the worst case for reading); then each method
 decodes --new-tokens more from there, stop tokens ignored. Prefill is reported apart and is in no tok/s. Columns:
@@ -26,9 +27,12 @@ import spec_sample
 from draft import SparseSelf
 from kv_cache import PagedCache
 from model import load_pretrained
-from scheduler import DTYPES, Controller, Cost, Engine, Flags, Response, Row, check_method, device_name, free_memory, measure_cost, number_or_auto, pick_device, refuse
+from scheduler import DTYPES, Engine, Flags, Response, Row, check_method, device_name, free_memory, measure_cost, number_or_auto, pick_device, refuse
+from spec_sample import Controller, Cost, Load
 
 QUICK = dict(batch="16", context="256,28672", new_tokens=48)
+GRID = dict(batch="1,4,16", context="256,2048,7680", new_tokens=48)  # --predict
+DRAFTS = (1, 2, 4, 6)
 
 
 def numbers(text):
@@ -55,9 +59,10 @@ def flags():
     p.add_argument("--cost", default=None, help="cost.json for --k auto; default: measured")
     p.add_argument("--acceptance", action="store_true", help="no timing: 1 - TV of every draft slot along --text, from --context on")
     p.add_argument("--positions", type=int, default=512, help="rounds of --acceptance")
+    p.add_argument("--predict", action="store_true", help="speed-ups that the cost model predicts, and over --batch x --context x k those measured")
     a = p.parse_args()
-    a.quick = a.quick or not (a.batch or a.context)
-    for name, value in (QUICK if a.quick else dict(batch="8", context="2048", new_tokens=64)).items():
+    a.quick = not a.predict and (a.quick or not (a.batch or a.context))
+    for name, value in (QUICK if a.quick else GRID if a.predict else dict(batch="8", context="2048", new_tokens=64)).items():
         if getattr(a, name) is None:
             setattr(a, name, value)
     return a
@@ -145,12 +150,13 @@ class Cell:
         self.prefill = time.perf_counter() - t
 
     @torch.no_grad()
-    def run(self, method, cost=None):
-        """Decode from the prefilled state -> dict of what was seen."""
+    def run(self, method, cost=None, k=None):
+        """Decode from the prefilled state, with k drafts a round (None: as the flags say) -> dict of what was seen."""
         net, cache, a, B = self.net, self.cache, self.a, self.batch
+        k = a.k if k is None else k
         rule = "greedy" if a.temperature == 0 else a.verify
         drafter = SparseSelf(net, cache, rule, a.temperature, a.budget) if method != "ar" else None
-        controller = Controller(a.k if method == "s3r" and a.k != "auto" else 0, cost if method == "s3r" and a.k == "auto" else None)
+        controller = Controller(k if method == "s3r" and k != "auto" else 0, cost if method == "s3r" and k == "auto" else None)
         engine = Engine(net, cache, drafter, controller, temperature=a.temperature, rule=a.verify, sparse=method == "sparse")
         seeds = torch.tensor([spec_sample.hash64(a.seed, "bench", b) for b in range(B)], device=cache.device)
         zero = torch.zeros(B, dtype=torch.long, device=cache.device)
@@ -269,6 +275,98 @@ def acceptance(net, ids, start, positions, k=4, budget=0.0625, temperature=1.0, 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# the cost model: what a data sheet promises, and what this machine does
+#
+#     T(k) = max(bytes / bandwidth, operations / peak) + overhead        of a dense pass over k + 1 tokens a row, all rows
+#     bytes = weights + B * S * KV of a token       operations = 2 * B * (k + 1) * (weights + 2 * attention heads' width * S)
+#     D    = the same of one token a row that reads budget * S of the KV
+#     speed-up(k) = E[tokens | k] * T(0) / (T(k) + k * D)
+
+#         layers hidden intermediate heads kv_heads head_dim vocabulary
+QWEN3 = {"Qwen3-0.6B": (28, 1024, 3072, 16, 8, 128, 151936), "Qwen3-1.7B": (28, 2048, 6144, 16, 8, 128, 151936), "Qwen3-4B": (36, 2560, 9728, 32, 8, 128, 151936),
+         "Qwen3-8B": (36, 4096, 12288, 32, 8, 128, 151936), "Qwen3-14B": (40, 5120, 17408, 40, 8, 128, 151936)}
+H200 = dict(bandwidth=0.8 * 4.8e12, peak=0.6 * 989e12, memory=0.9 * 141e9)  # published rates, and the share of them that good kernels reach
+
+
+def roofline(shape, machine, B, S, k, reads=None, overhead=0.0):
+    """Seconds of a pass over B rows of S tokens, k + 1 new tokens each, in 16 bits; `reads`: tokens of KV that it reads of each row (None: all)."""
+    layers, H, inter, heads, kv_heads, D, V = shape
+    weights = layers * (H * D * (heads + 2 * kv_heads) + heads * D * H + 3 * H * inter) + V * H  # that a pass reads: of the embedding a row a token, of the head all
+    n = S if reads is None else reads
+    size = 2 * weights + B * n * 4 * layers * kv_heads * D
+    work = 2 * B * (k + 1) * (weights + 2 * layers * heads * D * n)
+    return max(size / machine["bandwidth"], work / machine["peak"]) + overhead
+
+
+def predicted(shape, machine, B, S, k, alpha, budget=0.0625, floor=128, overhead=0.0):
+    """Speed-up of S3R over plain decoding with k drafts a round, each accepted with chance alpha. None: weights and KV do not fit."""
+    layers, H, inter, heads, kv_heads, D, V = shape
+    weights = layers * (H * D * (heads + 2 * kv_heads) + heads * D * H + 3 * H * inter) + V * H
+    if 2 * weights + B * S * 4 * layers * kv_heads * D > machine["memory"]:
+        return None
+    plain, verify = (roofline(shape, machine, B, S, j, overhead=overhead) for j in (0, k))
+    return spec_sample.expected_tokens(alpha, k) * plain / (verify + k * roofline(shape, machine, B, S, 0, min(S, max(floor, budget * S)), overhead))
+
+
+def data_sheet(a, alpha=0.87, overhead=0.5e-3):
+    """Print what an H200 should give: the best k's speed-up for each model, batch and context."""
+    batches, contexts = (1, 8, 32, 128), (1024, 4096, 16384, 32768)
+    best = lambda shape, B, S: max(((predicted(shape, H200, B, S, k, alpha, a.budget, overhead=overhead) or 0, k) for k in range(17)))  # noqa: E731
+    print(f"predicted for one H200, bf16 (80% of 4.8 TB/s, 60% of 989 TFLOP/s, {1e3 * overhead:g} ms a pass for launches), budget {a.budget:.2%}, {alpha} of the drafts accepted: speed-up (best k)\n")
+    print(f"{'model':>11} {'batch':>5}" + "".join(f"{S // 1024:>9}K" for S in contexts) + "   s3r wins from")
+    rows = []
+    for name, shape in QWEN3.items():
+        for B in batches:
+            cells = [best(shape, B, S) for S in contexts]
+            fits = [S for S in range(128, 131072, 128) if predicted(shape, H200, B, S, 1, alpha, a.budget)]
+            cross = next((S for S in fits if best(shape, B, S)[0] >= 1.05), None)
+            print(f"{name:>11} {B:5}" + "".join(f"{x:6.2f} ({k:1})" if x else f"{'-':>10}" for x, k in cells) + f"   {cross:,}" * bool(cross))
+            rows += [dict(model=name, batch=B, context=S, speedup=x or None, k=k) for S, (x, k) in zip(contexts, cells)]
+    print("- : weights and KV are over 90% of 141 GB. Wins from: the context at which the best k is 1.05 times as fast. Not measured: no GPU has run this yet.\n")
+    return rows
+
+
+def fit(cell, cost, k, alpha):
+    """Speed-up that `cost` predicts for a cell."""
+    n = len(cell.ids) + cell.new // 2
+    load = Load(cell.batch, cell.batch * n, [], cell.batch * n, cell.batch * SparseSelf(cell.net, cell.cache, budget=cell.a.budget).reads(n), 8)
+    return spec_sample.expected_tokens(alpha, k) * cost.round(0, load) / cost.round(k, load)
+
+
+def predict(a, net, tok, text, batches, contexts, device):
+    """Measured against predicted over a grid -> rows. Each speed-up is the median over --repeat of a run against the `ar` run of its own turn."""
+    contexts = [min(n, net.context - a.new_tokens - 64) for n in contexts]
+    cost = Cost.load(a.cost) if a.cost else measure_cost(net, max(batches), max(contexts), a.temperature, a.verify, a.budget, DTYPES[a.dtype], device)
+    print("fitted here, once: " + ", ".join(f"a pass of {T} tokens {1e3 * s:.1f} ms" for T, s in list(cost.linear.items())[::4])
+          + "; KV, ns a token: " + ", ".join(f"{1e9 * s:.0f} for {Q} queries" for Q, s in cost.read.items()) + f", {1e9 * cost.sparse:.0f} drafting\n")
+    print(f"{'batch':>5} {'context':>7} {'k':>4} {'accept':>6} {'tau':>5} {'measured':>8} {'predicted':>9} {'error':>6}")
+    rows, median = [], lambda x: sorted(x)[len(x) // 2]  # noqa: E731
+    for context in contexts:
+        for batch in batches:
+            cell = Cell(net, context_ids(tok, net, text, context), batch, a.new_tokens, a)
+            turns = [{k: cell.run("s3r" if k else "ar", cost, k) for k in (0, *DRAFTS, "auto")} for _ in range(a.repeat)]
+            for k in (*DRAFTS, "auto"):
+                r = dict(turns[0][k])
+                pairs = [t[k]["tok_s"] / t[0]["tok_s"] for t in turns]
+                judged = [t[k]["accept_rate"] for t in turns if t[k]["accept_rate"] is not None]
+                alpha = sum(judged) / len(judged) if judged else 0.0
+                guess = fit(cell, cost, k, alpha) if k != "auto" else None
+                r |= dict(k=k, mean_k=r["k"], accept_rate=alpha if judged else None, speedup=median(pairs), pairs=pairs, predicted=guess, error=guess and guess / median(pairs) - 1)
+                rows.append(r)
+                print(f"{batch:5} {context:7} {k:>4} {alpha:6.2f} {r['tau']:5.2f} {r['speedup']:8.2f} " + (f"{guess:9.2f} {r['error']:+6.0%}" if guess else f"  mean k {r['mean_k']:.1f}, pairs " + " ".join(f"{x:.2f}" for x in pairs)), flush=True)
+            del cell
+    fixed = [r for r in rows if r["k"] != "auto"]
+    print(f"\n{sum(abs(r['error']) <= 0.15 for r in fixed)} of {len(fixed)} predictions within 15% of what was measured")
+    for r in rows:
+        if r["k"] == "auto":
+            best = max(1.0, *(x["speedup"] for x in fixed if (x["batch"], x["context"]) == (r["batch"], r["context"])))
+            r["of_best"] = r["speedup"] / best
+    auto = [r for r in rows if r["k"] == "auto"]
+    print(f"--k auto against ar: at least {min(r['speedup'] for r in auto):.2f}; against the best of all k here, plain included: at least {min(r['of_best'] for r in auto):.2f}, mean {sum(r['of_best'] for r in auto) / len(auto):.2f}")
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # the command
 
 
@@ -286,6 +384,7 @@ def run(a):
     device = pick_device(a.device)
     if a.text and not Path(a.text).is_file():
         raise ValueError(f"{a.text} is not a file: give a text to take contexts from")
+    sheet = data_sheet(a) if a.predict else None
     name, text = (a.text, Path(a.text).read_text(errors="replace")) if a.text else default_text()
     net, tok = load_pretrained(a.model, DTYPES[a.dtype], device)
     net.requires_grad_(False)
@@ -307,7 +406,13 @@ def run(a):
     print(f"machine  {machine['device']}, {machine['threads']} threads, torch {torch.__version__}: reads {roof / 1e9:.1f} GB/s, {peak / 1e9:,.0f} GFLOP/s in {a.dtype}")
     print(f"model    {a.model}: {weights / 2**20:.1f} MiB of weights, {kv / 1024:.1f} KiB of KV a token: at {weights // kv:,} tokens of KV in all rows together a step reads as much KV as weights")
     print(f"text     {name}; temperature {a.temperature:g}, budget {a.budget:.2%}, rule {a.verify}\n")
-    print(f"{'method':>7} {'batch':>5} {'context':>7} {'tok/s':>8} {'speedup':>7} {'tau':>5} {'accept':>6} {'1-TV':>5} {'k':>4} {'draft':>8} {'verify':>8} {'other':>7} {'attn':>5} {'bw':>5}")
+    if not a.predict:
+        print(f"{'method':>7} {'batch':>5} {'context':>7} {'tok/s':>8} {'speedup':>7} {'tau':>5} {'accept':>6} {'1-TV':>5} {'k':>4} {'draft':>8} {'verify':>8} {'other':>7} {'attn':>5} {'bw':>5}")
+    if a.predict:
+        rows = predict(a, net, tok, text, batches, contexts, device)
+        print()
+        print(json.dumps({**machine, "bandwidth_gb_s": roof / 1e9, "gflop_s": peak / 1e9, "text": name, "rows": rows, "h200": sheet}))
+        return
     rows, cost = [], Cost.load(a.cost) if a.cost else None
     for context in contexts:
         for batch in batches:

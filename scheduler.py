@@ -20,27 +20,23 @@ Try it:  python scheduler.py --model tiny --prompt "7 +5 -3 = ?" --method s3r   
 """
 import argparse
 import difflib
-import json
 import math
 import os
 import platform
 import sys
 import time
-from bisect import bisect_left
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-import spec_sample
 from draft import SparseSelf, load_policy
 from kv_cache import PagedCache
-from spec_sample import hash64, law, target_token, verify
+from spec_sample import Controller, Cost, hash64, law, rising, target_token, verify
 
 METHODS = ("ar", "s3r", "sparse")
 LATER = ("eagle3", "dflash", "spark-eagle3", "spark-dflash", "spark-s3r")
 CHUNK = 2048    # prompt tokens in one prefill pass
-MAX_K = 8       # the most drafts that `auto` considers
 REFRESH = 8     # --method sparse chooses its blocks anew after this many tokens
 
 
@@ -80,89 +76,6 @@ class Group:
     logp: object = None       # [1, V] the law after the prompt
     waiting: deque = None
     left: int = 0             # members that have not ended
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# what a round costs
-
-
-def between(table, x):
-    """Piecewise linear through a dict of points, lowest first: between({1: 10, 3: 20}, 2) -> 15. Past the last point in proportion to x (6 -> 40), before the first constant."""
-    xs = list(table)
-    if x <= xs[0] or x >= xs[-1]:
-        return table[xs[0]] if x <= xs[0] else table[xs[-1]] * x / xs[-1]
-    i = bisect_left(xs, x)
-    a, b = xs[i - 1], xs[i]
-    return table[a] + (table[b] - table[a]) * (x - a) / (b - a)
-
-
-def rising(table):
-    """A clock only ever errs upwards: no point may cost more than a later one. rising({1: 5, 2: 9, 4: 7}) -> {1: 5, 2: 7, 4: 7}."""
-    low, out = float("inf"), {}
-    for x in sorted(table, reverse=True):
-        low = out[x] = min(low, table[x])
-    return dict(sorted(out.items()))
-
-
-@dataclass
-class Cost:
-    """Seconds, as a sum of parts that are measured in a few seconds (`measure_cost`) and written down with the run.
-
-        dense pass   linear(T) + KV read * read(query rows per sequence)      T packed tokens, KV in tokens
-        draft        setup * B + blocks read * gather  +  k * (linear(B) + blocks read * sparse)
-        scoring      KV * score / rounds between scores
-    """
-    linear: dict   # T -> s: a pass of T tokens with next to no KV, its law and the choice of tokens
-    read: dict     # Q -> s per token of KV, read for Q query tokens at once
-    score: float   # s per token of KV
-    gather: float  # s per token chosen
-    sparse: float  # s per token read by a draft step
-    setup: float   # s per row and drafting round
-    accept: float  # s per drafted token judged
-    made_on: dict = field(default_factory=dict)
-
-    def dense(self, T, shapes):
-        return between(self.linear, T) + sum(n * between(self.read, Q) for n, Q in shapes)
-
-    def round(self, k, load):
-        """Seconds of a round with k drafts in each row of `load`."""
-        B = load.rows
-        seconds = self.dense(B * (k + 1), [(load.own, k + 1)] + [(n, (k + 1) * sharers) for n, sharers in load.shared])
-        if k:
-            seconds += B * self.setup + load.reads * self.gather + k * (between(self.linear, B) + load.reads * self.sparse)
-            seconds += load.total * self.score * min(1.0, (k + 1) / load.refresh) + B * k * self.accept
-        return seconds
-
-    def save(self, path):
-        with open(path, "w") as f:
-            json.dump(asdict(self), f, indent=1)
-
-    @staticmethod
-    def load(path):
-        try:
-            with open(path) as f:
-                d = json.load(f)
-            return Cost(**{k: {int(x): y for x, y in sorted(v.items(), key=lambda p: int(p[0]))} if k in ("linear", "read") else v for k, v in d.items()})
-        except (OSError, ValueError, TypeError, AttributeError) as e:
-            raise ValueError(f"{path} cannot be read as cost constants ({e}); give a cost.json that a run has written, or none to measure them again") from None
-
-
-@dataclass
-class Load:
-    """What the rows of a round hold, in tokens of KV."""
-    rows: int
-    own: int      # in pages that one row alone reads
-    shared: list  # [(tokens, rows that share them)]: a prompt is read once for all of its members
-    total: int    # as each row sees it
-    reads: int    # that a draft step reads
-    refresh: int  # tokens between scores
-
-    @staticmethod
-    def of(rows, drafter, page):
-        sharers = Counter(row.kv.shared for row in rows)
-        shared = [(len(pages) * page, n) for pages, n in sharers.items() if pages and n > 1]
-        total = sum(row.kv.length for row in rows)
-        return Load(len(rows), total - sum(n * tokens for tokens, n in shared), shared, total, sum(drafter.reads(row.kv.length) for row in rows), drafter.refresh)
 
 
 @torch.no_grad()
@@ -229,72 +142,29 @@ def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", bu
         for r in made:
             cache.truncate(r.kv, n)
         score = timed(lambda: drafter._choose([[r] for r in made], [n] * rows, list(range(rows)), view, list(range(rows))))
+        score += max(0.0, timed(passes(made, 5, True)) - timed(passes(made, 5)))
         reads[n] = rows * drafter.reads(n)
         for k in (1, 4):
             drafts[n, k] = timed(lambda: drafter.propose(made, [k] * rows))
+        alone = timed(lambda: drafter.propose(made[:1], [1])) if n == 32 else alone
     read = rising({Q: max(0.0, timed(passes(made, Q)) - short[Q]) / (rows * (length - 32)) for Q in (1, 2, 5, 9)})
     step = {n: max(0.0, drafts[n, 4] - drafts[n, 1]) / 3 for n in (32, length)}
     once = {n: max(0.0, drafts[n, 1] - step[n]) for n in (32, length)}
     span = max(1, reads[length] - reads[32])
     size(32)
-    V, k = net.vocab, 4
-    logp = torch.randn(rows * (k + 1), V, device=device).log_softmax(-1)
-    logq = logp[:rows * k].clone()
-    zeros = torch.zeros(rows, dtype=torch.long, device=device)
-    judge = timed(lambda: verify(rule, logp, logq, torch.zeros(rows * k, dtype=torch.long, device=device), torch.full((rows,), k, device=device), zeros, zeros, zeros, want_alpha=True))
+    logp = torch.randn(rows * 5, net.vocab, device=device).log_softmax(-1)
+    zeros = torch.zeros(rows * 4, dtype=torch.long, device=device)
+    judge = {n: timed(lambda n=n: verify(rule, logp[:5 * n], logp[:4 * n], zeros[:4 * n], zeros[:n] + 4, zeros[:n], zeros[:n], zeros[:n], want_alpha=True)) for n in (1, rows)}
+    setup = max(0.0, once[32] - max(0.0, alone - linear[1])) / max(1, rows - 1)
+    accept = max(0.0, judge[rows] - judge[1]) / max(1, 4 * (rows - 1))
     for r in made:
         cache.free(r.kv)
     net.unpack()
     return Cost(linear=rising(linear), read=read, score=score / (rows * length), gather=max(0.0, once[length] - once[32]) / span,
-                sparse=max(0.0, step[length] - step[32]) / span, setup=once[32] / rows, accept=judge / (rows * k),
+                sparse=max(0.0, step[length] - step[32]) / span, setup=setup, accept=accept,
+                start=max(0.0, once[32] - rows * setup) + max(0.0, judge[1] - 4 * accept),
                 made_on=dict(device=device_name(device), threads=torch.get_num_threads(), dtype=str(dtype).removeprefix("torch."), rows=rows, length=length,
                              layers=c.layers, hidden=c.hidden_size, budget=budget, torch=torch.__version__))
-
-
-class Controller:
-    """The number of drafts, from the cost model and the acceptance of past rounds: a pure function of the rollout's own past.
-
-    Acceptance is pooled over rows: accepted / judged drafts, an average that forgets over about `memory` drafts and starts from a prior of
-    0.8. While k = 0 nothing is learnt, and the estimate drifts back to the prior, by half every 64 tokens of a row: so a bad patch is not for ever.
-    """
-
-    def __init__(self, k, cost=None, prior=0.8, memory=256):
-        self.fixed, self.cost, self.prior, self.memory = k, cost, prior, memory
-        self.good, self.seen = prior * 16, 16.0
-        self.k, self.why = (k if cost is None else None), ""
-        self.asked, self.pause = 0, 0  # rows of the last choice, rounds for which k = 0 stands
-
-    @property
-    def alpha(self):
-        return self.good / self.seen
-
-    def choose(self, rows, drafter, page):
-        if self.cost is None:
-            return self.fixed
-        if self.k == 0 and len(rows) == self.asked and self.pause:  # nothing is learnt while k = 0, and short rounds feel the asking
-            self.pause -= 1
-            return 0
-        self.asked, self.pause = len(rows), 7
-        load = Load.of(rows, drafter, page)
-        seconds = [self.cost.round(k, load) for k in range(MAX_K + 1)]
-        self.k = spec_sample.best_k(self.alpha, lambda k: seconds[k], MAX_K, current=self.k)
-        if self.k == 0:
-            gains = [spec_sample.expected_tokens(self.alpha, k) * seconds[0] / seconds[k] for k in range(1, MAX_K + 1)]
-            self.why = (f"k = 0, plain decoding: {len(rows)} rows of {max(row.kv.length for row in rows)} tokens take {1e3 * seconds[0]:.1f} ms a token, and at "
-                        f"acceptance {self.alpha:.2f} the best draft length would be {max(gains):.2f} times as fast")
-        return self.k
-
-    def observe(self, accepted, drafted):
-        """accepted [B], drafted [B]: a row's first rejected draft has been judged too, what follows it has not."""
-        for a, k in zip(accepted, drafted):
-            if k:
-                self.good += a
-                self.seen += min(a + 1, k)
-        if not any(drafted):
-            keep = 0.5 ** (1 / 64)
-            self.good, self.seen = keep * self.good + (1 - keep) * self.prior * self.seen, self.seen
-        if self.seen > self.memory:
-            self.good, self.seen = self.good * self.memory / self.seen, self.memory
 
 
 # ----------------------------------------------------------------------------------------------------------------------

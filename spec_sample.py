@@ -22,9 +22,12 @@ Try it:  python spec_sample.py        toy laws: what each rule accepts, and its 
 """
 import hashlib
 import itertools
+import json
 import math
 import operator
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -269,7 +272,7 @@ def sequence(p, x, start=0):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what it brings
+# what a round brings
 
 
 def expected_tokens(alpha, k):
@@ -299,6 +302,137 @@ def coupled_acceptance(p, q):
     """Exact chance that the arg maxes of log p + g and log q + g are the same token, laws [V]: sum_x 1 / sum_y max(p_y / p_x, q_y / q_x)."""
     x = ((p > 0) & (q > 0)).nonzero()  # [n, 1] tokens that both can say
     return (1 / torch.maximum(p / p[x], q / q[x]).sum(-1)).sum().item()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what it costs, and so how many drafts
+
+MAX_K = 8  # the most that `auto` considers
+
+
+def between(table, x):
+    """Piecewise linear through a dict of points, lowest first: between({1: 10, 3: 20}, 2) -> 15. Past the last point in proportion to x (6 -> 40), before the first constant."""
+    xs = list(table)
+    if x <= xs[0] or x >= xs[-1]:
+        return table[xs[0]] if x <= xs[0] else table[xs[-1]] * x / xs[-1]
+    i = bisect_left(xs, x)
+    a, b = xs[i - 1], xs[i]
+    return table[a] + (table[b] - table[a]) * (x - a) / (b - a)
+
+
+def rising(table):
+    """A clock only ever errs upwards: no point may cost more than a later one. rising({1: 5, 2: 9, 4: 7}) -> {1: 5, 2: 7, 4: 7}."""
+    low, out = float("inf"), {}
+    for x in sorted(table, reverse=True):
+        low = out[x] = min(low, table[x])
+    return dict(sorted(out.items()))
+
+
+@dataclass
+class Cost:
+    """Seconds, as a sum of parts that are measured in a few seconds (`measure_cost`) and written down with the run.
+
+        dense pass   linear(T) + KV read * read(query rows per sequence)      T packed tokens, KV in tokens
+        draft        start + setup * B + blocks read * gather  +  k * (linear(B) + blocks read * sparse)
+        scoring      KV * score / rounds between scores
+    """
+    linear: dict   # T -> s: a pass of T tokens with next to no KV, its law and the choice of tokens
+    read: dict     # Q -> s per token of KV, read for Q query tokens at once
+    score: float   # s per token of KV
+    gather: float  # s per token chosen
+    sparse: float  # s per token read by a draft step
+    start: float   # s per drafting round
+    setup: float   # s per row and drafting round
+    accept: float  # s per drafted token judged
+    made_on: dict = field(default_factory=dict)
+
+    def dense(self, T, shapes):
+        return between(self.linear, T) + sum(n * between(self.read, Q) for n, Q in shapes)
+
+    def round(self, k, load):
+        """Seconds of a round with k drafts in each row of `load`."""
+        B = load.rows
+        seconds = self.dense(B * (k + 1), [(load.own, k + 1)] + [(n, (k + 1) * sharers) for n, sharers in load.shared])
+        if k:
+            seconds += self.start + B * self.setup + load.reads * self.gather + k * (between(self.linear, B) + load.reads * self.sparse)
+            seconds += load.total * self.score * min(1.0, (k + 1) / load.refresh) + B * k * self.accept
+        return seconds
+
+    def save(self, path):
+        with open(path, "w") as f:
+            json.dump(asdict(self), f, indent=1)
+
+    @staticmethod
+    def load(path):
+        try:
+            with open(path) as f:
+                d = json.load(f)
+            return Cost(**{k: {int(x): y for x, y in sorted(v.items(), key=lambda p: int(p[0]))} if k in ("linear", "read") else v for k, v in d.items()})
+        except (OSError, ValueError, TypeError, AttributeError) as e:
+            raise ValueError(f"{path} cannot be read as cost constants ({e}); give a cost.json that a run has written, or none to measure them again") from None
+
+
+@dataclass
+class Load:
+    """What the rows of a round hold, in tokens of KV."""
+    rows: int
+    own: int      # in pages that one row alone reads
+    shared: list  # [(tokens, rows that share them)]: a prompt is read once for all of its members
+    total: int    # as each row sees it
+    reads: int    # that a draft step reads
+    refresh: int  # tokens between scores
+
+    @staticmethod
+    def of(rows, drafter, page):
+        sharers = Counter(row.kv.shared for row in rows)
+        shared = [(len(pages) * page, n) for pages, n in sharers.items() if pages and n > 1]
+        total = sum(row.kv.length for row in rows)
+        return Load(len(rows), total - sum(n * tokens for tokens, n in shared), shared, total, sum(drafter.reads(row.kv.length) for row in rows), drafter.refresh)
+
+
+class Controller:
+    """The number of drafts, from the cost model and the acceptance of past rounds: a pure function of the rollout's own past.
+
+    Acceptance is pooled over rows: accepted / judged drafts, in an average that forgets over about `memory` drafts and holds `weight` imagined ones of
+    acceptance `prior`. While k = 0 nothing is learnt and what was fades, by half every 64 tokens of a row: a bad patch is not for ever, and what it takes to
+    see that it lasts is a round or two.
+    """
+
+    def __init__(self, k, cost=None, prior=0.8, weight=8, memory=128):
+        self.fixed, self.cost, self.prior, self.weight, self.memory = k, cost, prior, weight, memory
+        self.good, self.seen = 0.0, 0.0  # accepted, judged
+        self.k, self.why = (k if cost is None else None), ""
+        self.asked, self.pause = 0, 0  # rows of the last choice, rounds for which k = 0 stands
+
+    @property
+    def alpha(self):
+        return (self.good + self.prior * self.weight) / (self.seen + self.weight)
+
+    def choose(self, rows, drafter, page):
+        if self.cost is None:
+            return self.fixed
+        if self.k == 0 and len(rows) == self.asked and self.pause:  # nothing is learnt while k = 0, and short rounds feel the asking
+            self.pause -= 1
+            return 0
+        self.asked, self.pause = len(rows), 7
+        load = Load.of(rows, drafter, page)
+        seconds = [self.cost.round(k, load) for k in range(MAX_K + 1)]
+        self.k = best_k(self.alpha, lambda k: seconds[k], MAX_K, current=self.k)
+        if self.k == 0:
+            gains = [expected_tokens(self.alpha, k) * seconds[0] / seconds[k] for k in range(1, MAX_K + 1)]
+            self.why = (f"k = 0, plain decoding: {len(rows)} rows of {max(row.kv.length for row in rows)} tokens take {1e3 * seconds[0]:.1f} ms a token, and at "
+                        f"acceptance {self.alpha:.2f} the best draft length would be {max(gains):.2f} times as fast")
+        return self.k
+
+    def observe(self, accepted, drafted):
+        """accepted [B], drafted [B]: a row's first rejected draft has been judged too, what follows it has not."""
+        for a, k in zip(accepted, drafted):
+            if k:
+                self.good += a
+                self.seen += min(a + 1, k)
+        keep = 1.0 if any(drafted) else 0.5 ** (1 / 64)
+        keep = min(keep, self.memory / max(1.0, self.seen))
+        self.good, self.seen = keep * self.good, keep * self.seen
 
 
 def main():

@@ -30,7 +30,8 @@ import grpo
 import spec_sample
 from kv_cache import PagedCache
 from model import load_pretrained, read_json, save_pretrained
-from scheduler import DTYPES, Cost, Flags, check_method, device_name, free_memory, measure_cost, number_or_auto, pick_device, refuse, rollout
+from scheduler import DTYPES, Flags, check_method, device_name, free_memory, measure_cost, number_or_auto, pick_device, refuse, rollout
+from spec_sample import Cost
 from sparse_attn import PackedCausal
 
 # ----------------------------------------------------------------------------------------------------------------------

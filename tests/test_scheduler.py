@@ -2,6 +2,7 @@
 import ast
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 
 from kv_cache import PagedCache
 from model import load_pretrained, save_pretrained
-from scheduler import Controller, Cost, Engine, Load, between, measure_cost, rising, rollout
-from spec_sample import hash64
+from scheduler import Engine, measure_cost, rollout
+from spec_sample import Controller, Cost, Load, between, hash64, rising
 from test_faithful import make, prompts, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
-COST = dict(linear={1: 1e-4, 64: 2e-4}, read={1: 1e-5, 2: 1e-5, 5: 1.2e-5, 9: 1.5e-5}, score=1e-7, gather=1e-7, sparse=1e-5, setup=1e-6, accept=1e-6)
+COST = dict(linear={1: 1e-4, 64: 2e-4}, read={1: 1e-5, 2: 1e-5, 5: 1.2e-5, 9: 1.5e-5}, score=1e-7, gather=1e-7, sparse=1e-5, start=1e-5, setup=1e-6, accept=1e-6)
 
 
 def test_complete_groups_in_input_order_and_each_once():
@@ -127,10 +128,26 @@ def test_controller_learns_and_forgets():
     assert c.alpha < 0.05
     for _ in range(64):
         c.observe([0] * 8, [0] * 8)
-    assert 0.35 < c.alpha < 0.45, "half way back to 0.8 after 64 tokens without drafts"
+    assert c.alpha < 0.2, "what was learnt is not forgotten at once"
+    for _ in range(448):
+        c.observe([0] * 8, [0] * 8)
+    assert c.alpha > 0.7, "nor for ever"
+    c.observe([0] * 8, [1] * 8)
+    assert c.alpha < 0.45, "one round of eight rows tells that nothing has changed"
     for _ in range(200):
         c.observe([4] * 8, [4] * 8)
     assert c.alpha > 0.95
+
+
+def test_controller_asks_seldom_while_it_drafts_nothing(monkeypatch):
+    rows = [types.SimpleNamespace(kv=types.SimpleNamespace(shared=(), length=40))] * 2
+    asked, of = [], Load.of
+    monkeypatch.setattr(Load, "of", lambda *a: asked.append(len(a[0])) or of(*a))
+    c = Controller("auto", Cost(**COST | dict(read={1: 0.0}, start=1.0)))
+    drafter = types.SimpleNamespace(reads=lambda n: n, refresh=8)
+    assert [c.choose(rows, drafter, 16) for _ in range(16)] == [0] * 16 and len(asked) == 2
+    c.choose(rows[:1], drafter, 16)
+    assert asked == [2, 2, 1], "another number of rows is another question"
 
 
 def test_imports_run_one_way():
