@@ -27,7 +27,7 @@ from sparse_attn import BLOCK
 PREFILL = 32          # more query rows than this in one row of the batch, and the causal part is a call of its own
 # What a layer's attention costs, us (two Zen 4 cores, 64-wide heads; only the choice between layouts hangs on it): an attention call of the flash kernel, a
 # pair of matrix products of one head, the softmax between, one chunk to merge.
-CALL, PRODUCT, SOFTMAX, CHUNK = 15, 25, 30, 2
+CALL, PRODUCT, SOFTMAX, CHUNK = 15, 50, 30, 2
 # And ns for an element of K or V that is read: once, and for each query row. False: the flash kernel, True: products. bf16 products run on the matrix units.
 READ = {torch.bfloat16: {False: (0.150, 0.013), True: (0.076, 0.005)}, torch.float32: {False: (0.143, 0.010), True: (0.090, 0.017)}}
 
@@ -358,7 +358,7 @@ class Dense:
                 else:
                     stretches = 1 + int((np.diff(step) != 0).sum()) if m.max() == 1 else len(runs)
                 N = int(m.sum())
-                read = 2 * n * c.D * (N * c.Hkv if products else -(-N * c.Hkv // threads) * threads)  # elements; a thread that has no chunk waits
+                read = 2 * n * c.D * (c.Hkv * (-(-N // threads) * threads) if products else -(-N * c.Hkv // threads) * threads)  # elements; a thread that has no chunk waits
                 cost = read * (once + each * R) / 1000 + N * CHUNK * (m.max() > 1) + stretches * (PRODUCT * c.Hkv if products else CALL) + SOFTMAX * products
                 if best is None or cost < best[0]:
                     best = cost, products, size, n

@@ -80,7 +80,7 @@ class Group:
 
 @torch.no_grad()
 def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", budget=0.0625, dtype=None, device="cpu", repeat=5):
-    """Time real passes of `net` (the best of `repeat`) and split them into the constants of `Cost`: a few seconds. rows: a typical batch; length: a typical row."""
+    """Time real passes of `net` (the best of `repeat`, of fewer if they are slow) and split them into the constants of `Cost`: a few seconds. rows: a typical batch; length: a typical row."""
     c, device = net.config, torch.device(device)
     net.pack()
     dtype = dtype or next(net.parameters()).dtype
@@ -102,6 +102,8 @@ def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", bu
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - t)
+            if len(times) > 2 and sum(times) > 0.5:
+                break
         return min(times[1:])
 
     def size(n):
@@ -131,7 +133,15 @@ def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", bu
         B = min(T, rows)
         if T % B == 0 and T <= max(128, 5 * rows):
             linear[T] = timed(passes(made[:B], T // B))
-    short = {Q: timed(passes(made, Q)) for Q in (1, 2, 5, 9)}
+    few, many = made[:1], made
+    short = {(len(g), Q): timed(passes(g, Q)) for g in (few, many) for Q in (1, 2, 5, 9)}
+    read = {Q: {0: 0.0} for Q in (1, 2, 5, 9)}
+    for n in (length // 4, length):
+        size(n)
+        for Q in read:
+            for g in (few, many):
+                read[Q][len(g) * n] = max(0.0, timed(passes(g, Q)) - short[len(g), Q])
+    read = {Q: rising(t) for Q, t in read.items()}
     drafter = SparseSelf(net, cache, rule, temperature, budget)
     drafts = {}
     reads = {}
@@ -147,7 +157,6 @@ def measure_cost(net, rows=8, length=2048, temperature=1.0, rule="rejection", bu
         for k in (1, 4):
             drafts[n, k] = timed(lambda: drafter.propose(made, [k] * rows))
         alone = timed(lambda: drafter.propose(made[:1], [1])) if n == 32 else alone
-    read = rising({Q: max(0.0, timed(passes(made, Q)) - short[Q]) / (rows * (length - 32)) for Q in (1, 2, 5, 9)})
     step = {n: max(0.0, drafts[n, 4] - drafts[n, 1]) / 3 for n in (32, length)}
     once = {n: max(0.0, drafts[n, 1] - step[n]) for n in (32, length)}
     span = max(1, reads[length] - reads[32])

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 SCORES = 1 << 22  # attention scores that are held at once
-TURN = 6  # for more bf16 query rows than this K @ q.T, turned over, is faster than q @ K.T
+TURN = 6  # K @ q.T, turned over, is faster than q @ K.T for more bf16 query rows than this, and for at most so many in fp32
 BLOCK = 16  # keys in a selection block: the unit in which drafts choose what to read
 
 
@@ -102,7 +102,7 @@ def attend_products(q, k, v, places, n, mask=None, want_lse=True, mass=None):
     the scores of keys c.. [A, R, n - c], rows that see nothing of a chunk [N, R] or None). mass [Hkv, N, R, n / BLOCK] is filled with the softmax weights of
     blocks within their chunk: what S3R selects by.
     """
-    (N, H, R, D), turn = q.shape, q.dtype == torch.bfloat16 and q.shape[2] > TURN
+    (N, H, R, D), turn = q.shape, (q.shape[2] > TURN) == (q.dtype == torch.bfloat16)
     out, lse = q.new_empty(H, N, R, D), q.new_empty(H, N, R, dtype=torch.promote_types(q.dtype, torch.float32)) if want_lse else None
     s, p = q.new_empty(N, R, n), q.new_empty(N, R, n)  # a head at a time: the scores of all would take more memory than the keys
     turned = q.new_empty(N, n, R) if turn else None

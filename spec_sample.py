@@ -328,16 +328,21 @@ def rising(table):
     return dict(sorted(out.items()))
 
 
+def points(d):
+    """A table as JSON has it, {"8": s}, in the order that `between` wants."""
+    return {int(x): d[x] for x in sorted(d, key=int)}
+
+
 @dataclass
 class Cost:
     """Seconds, as a sum of parts that are measured in a few seconds (`measure_cost`) and written down with the run.
 
-        dense pass   linear(T) + KV read * read(query rows per sequence)      T packed tokens, KV in tokens
+        dense pass   linear(T) + read(KV, query tokens of a row)      T packed tokens, KV in tokens
         draft        start + setup * B + blocks read * gather  +  k * (linear(B) + blocks read * sparse)
         scoring      KV * score / rounds between scores
     """
     linear: dict   # T -> s: a pass of T tokens with next to no KV, its law and the choice of tokens
-    read: dict     # Q -> s per token of KV, read for Q query tokens at once
+    read: dict     # Q -> {tokens of KV: s}, for Q query tokens a row at once
     score: float   # s per token of KV
     gather: float  # s per token chosen
     sparse: float  # s per token read by a draft step
@@ -347,7 +352,7 @@ class Cost:
     made_on: dict = field(default_factory=dict)
 
     def dense(self, T, shapes):
-        return between(self.linear, T) + sum(n * between(self.read, Q) for n, Q in shapes)
+        return between(self.linear, T) + sum(between({q: between(t, n) for q, t in self.read.items()}, Q) for n, Q in shapes)
 
     def round(self, k, load):
         """Seconds of a round with k drafts in each row of `load`."""
@@ -367,8 +372,8 @@ class Cost:
         try:
             with open(path) as f:
                 d = json.load(f)
-            return Cost(**{k: {int(x): y for x, y in sorted(v.items(), key=lambda p: int(p[0]))} if k in ("linear", "read") else v for k, v in d.items()})
-        except (OSError, ValueError, TypeError, AttributeError) as e:
+            return Cost(linear=points(d.pop("linear")), read={int(Q): points(t) for Q, t in d.pop("read").items()}, **d)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as e:
             raise ValueError(f"{path} cannot be read as cost constants ({e}); give a cost.json that a run has written, or none to measure them again") from None
 
 

@@ -245,10 +245,10 @@ def test_sequence_law_by_enumeration():
 
 def test_auto_with_equal_constants_gives_equal_responses():
     net, ps = tiny(), prompts(2)
-    cost = Cost(linear={1: 1e-4, 64: 2e-4}, read={1: 1e-5, 2: 1e-5, 5: 1.2e-5, 9: 1.5e-5}, score=1e-7, gather=1e-7, sparse=1e-5, start=0.0, setup=1e-6, accept=1e-6)
+    cost = Cost(linear={1: 1e-4, 64: 2e-4}, read={1: {0: 0.0, 1: 1e-5}, 2: {0: 0.0, 1: 1e-5}, 5: {0: 0.0, 1: 1.2e-5}, 9: {0: 0.0, 1: 1.5e-5}}, score=1e-7, gather=1e-7, sparse=1e-5, start=0.0, setup=1e-6, accept=1e-6)
     runs = [rollout(net, ps, 3, 30, k="auto", cost=cost, seed=2, page=32, drafter=lambda n, c: make(n, c, "rejection", 1.0)) for _ in range(2)]
     assert [r.ids for r in runs[0][0]] == [r.ids for r in runs[1][0]]
     assert max(runs[0][1]["k_hist"]) > 0, "these constants make drafting worth while"
-    dear = Cost(linear={1: 1e-2, 64: 1.0}, read={1: 1e-9, 9: 1e-9}, score=1e-7, gather=1e-7, sparse=1e-5, start=0.0, setup=1e-2, accept=1e-3)
+    dear = Cost(linear={1: 1e-2, 64: 1.0}, read={1: {0: 0.0, 1: 1e-9}, 9: {0: 0.0, 1: 1e-9}}, score=1e-7, gather=1e-7, sparse=1e-5, start=0.0, setup=1e-2, accept=1e-3)
     got, stats = rollout(net, ps, 3, 30, k="auto", cost=dear, seed=2, page=32)
     assert set(stats["k_hist"]) == {0} and "k = 0" in stats["why"]

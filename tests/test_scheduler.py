@@ -15,7 +15,7 @@ from spec_sample import Controller, Cost, Load, between, hash64, rising
 from test_faithful import make, prompts, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
-COST = dict(linear={1: 1e-4, 64: 2e-4}, read={1: 1e-5, 2: 1e-5, 5: 1.2e-5, 9: 1.5e-5}, score=1e-7, gather=1e-7, sparse=1e-5, start=1e-5, setup=1e-6, accept=1e-6)
+COST = dict(linear={1: 1e-4, 64: 2e-4}, read={1: {0: 0.0, 1: 1e-5}, 2: {0: 0.0, 1: 1e-5}, 5: {0: 0.0, 1: 1.2e-5}, 9: {0: 0.0, 1: 1.5e-5}}, score=1e-7, gather=1e-7, sparse=1e-5, start=1e-5, setup=1e-6, accept=1e-6)
 
 
 def test_complete_groups_in_input_order_and_each_once():
@@ -117,7 +117,7 @@ def test_cost_model_and_choice_of_k(tmp_path):
 
 def test_measured_constants_are_sane():
     cost = measure_cost(tiny(), rows=4, length=300, repeat=1)
-    assert all(x > 0 for x in cost.linear.values()) and all(x >= 0 for x in cost.read.values()) and cost.setup >= 0 and cost.sparse >= 0
+    assert all(x > 0 for x in cost.linear.values()) and all(x >= 0 for t in cost.read.values() for x in t.values()) and cost.setup >= 0 and cost.sparse >= 0
     assert cost.made_on["layers"] == 2 and cost.made_on["device"]
 
 
@@ -143,7 +143,7 @@ def test_controller_asks_seldom_while_it_drafts_nothing(monkeypatch):
     rows = [types.SimpleNamespace(kv=types.SimpleNamespace(shared=(), length=40))] * 2
     asked, of = [], Load.of
     monkeypatch.setattr(Load, "of", lambda *a: asked.append(len(a[0])) or of(*a))
-    c = Controller("auto", Cost(**COST | dict(read={1: 0.0}, start=1.0)))
+    c = Controller("auto", Cost(**COST | dict(read={1: {0: 0.0, 1: 0.0}}, start=1.0)))
     drafter = types.SimpleNamespace(reads=lambda n: n, refresh=8)
     assert [c.choose(rows, drafter, 16) for _ in range(16)] == [0] * 16 and len(asked) == 2
     c.choose(rows[:1], drafter, 16)
