@@ -2,15 +2,18 @@
 
 float64 on tiny random models whose laws are far from uniform and whose sparse drafts are often wrong (a budget of one block).
 """
+import argparse
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+import kv_cache
 from draft import SparseSelf
 from kv_cache import PagedCache
-from model import random_model
+from model import load_pretrained, random_model
 from scheduler import Engine, Response, Row, rollout
 from spec_sample import Controller, Cost, hash64, law
 from sparse_attn import PackedCausal
@@ -252,3 +255,31 @@ def test_auto_with_equal_constants_gives_equal_responses():
     dear = Cost(linear={1: 1e-2, 64: 1.0}, read={1: {0: 0.0, 1: 1e-9}, 9: {0: 0.0, 1: 1e-9}}, score=1e-7, gather=1e-7, sparse=1e-5, start=0.0, setup=1e-2, accept=1e-3)
     got, stats = rollout(net, ps, 3, 30, k="auto", cost=dear, seed=2, page=32)
     assert set(stats["k_hist"]) == {0} and "k = 0" in stats["why"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 16 bits
+
+
+@pytest.mark.real
+def test_bf16_products_are_as_near_to_fp32_as_the_flash_kernel(real_model, monkeypatch):
+    """SmolLM2 after 2,048 tokens, two rows: the next laws, with attention by products and by the flash kernel, against fp32's. Scores rounded to bf16 add
+    little to what bf16 does anyway."""
+    text = Path(argparse.__file__).read_text()
+    laws = {}
+    for dtype, products in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        net, tok = load_pretrained(real_model, dtype)
+        net.requires_grad_(False)
+        ids = tok.encode(text)
+        monkeypatch.setattr(kv_cache, "READ", {t: {products: (0.1, 0.01), not products: (1e9, 1e9)} for t in (torch.float32, torch.bfloat16)})
+        cache = PagedCache(net.config.layers, net.config.kv_heads, net.config.head_dim, 6000, dtype=dtype)
+        seqs = [cache.new(2100) for _ in range(2)]
+        with torch.no_grad():
+            for b, seq in enumerate(seqs):
+                net(torch.tensor(ids[3000 * b:3000 * b + 2048]), torch.arange(2048), cache.dense([seq], [2048]))
+            new = torch.tensor([x for b in range(2) for x in ids[3000 * b + 2048:3000 * b + 2072]])
+            view = cache.dense(seqs, [24, 24])
+            laws[dtype, products] = law(net.logits(net(new, torch.arange(2048, 2072).repeat(2), view)), 1.0, net.vocab).exp()
+            assert {p.products for p in view.parts} == {products}
+    tv = {way: (laws[way] - laws[torch.float32, False]).clamp(min=0).sum(-1).mean().item() for way in laws}
+    assert tv[torch.bfloat16, False] < 0.03 and tv[torch.bfloat16, True] < 1.25 * tv[torch.bfloat16, False] + 0.002, tv
