@@ -337,9 +337,7 @@ def predict(a, net, tok, text, batches, contexts, device):
     """Measured against predicted over a grid -> rows. Each speed-up is the median over --repeat of a run against the `ar` run of its own turn."""
     contexts = [min(n, net.context - a.new_tokens - 64) for n in contexts]
     cost = Cost.load(a.cost) if a.cost else measure_cost(net, max(batches), max(contexts), a.temperature, a.verify, a.budget, DTYPES[a.dtype], device)
-    print("fitted here, once: " + ", ".join(f"a pass of {T} tokens {1e3 * s:.1f} ms" for T, s in list(cost.linear.items())[::4])
-          
-          + "; KV, ns a token, in all the rows: " + ", ".join(f"{1e9 * max(t.values()) / max(t):.0f} for {Q} queries" for Q, t in cost.read.items()) + f", {1e9 * cost.sparse:.0f} drafting\n")
+    print(f"cost     {cost}\n")
     print(f"{'batch':>5} {'context':>7} {'k':>4} {'accept':>6} {'tau':>5} {'measured':>8} {'predicted':>9} {'error':>6}")
     rows, median = [], lambda x: sorted(x)[len(x) // 2]  # noqa: E731
     for context in contexts:

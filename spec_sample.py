@@ -363,6 +363,10 @@ class Cost:
             seconds += load.total * self.score * min(1.0, (k + 1) / load.refresh) + B * k * self.accept
         return seconds
 
+    def __str__(self):
+        each = ", ".join(f"{1e9 * max(t.values()) / max(t):.0f} for {Q} quer{'ies' if Q > 1 else 'y'}" for Q, t in self.read.items())
+        return f"a pass of {min(self.linear)} token{'s' * (min(self.linear) > 1)} {1e3 * min(self.linear.values()):.2f} ms, of {max(self.linear)} {1e3 * max(self.linear.values()):.2f} ms; KV, ns a token: {each}, {1e9 * self.sparse:.0f} in a draft step"
+
     def save(self, path):
         with open(path, "w") as f:
             json.dump(asdict(self), f, indent=1)

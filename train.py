@@ -331,8 +331,7 @@ def run(a):
         else:
             cost = Cost.load(a.cost) if a.cost else measure_cost(replica, min(64, a.prompts * a.group), longest, a.temperature, a.verify, a.budget, DTYPES[a.dtype], device)
         cost.save(out / "cost.json")
-        print(f"cost      {cost.made_on.get('device')}: a pass of 1 token {1e3 * cost.linear[1]:.2f} ms, of {max(cost.linear)} {1e3 * cost.linear[max(cost.linear)]:.2f} ms; "
-              f"reading 1K of KV {1e6 * cost.read[1]:.3f} ms dense (constants in {out}/cost.json)")
+        print(f"cost      {cost.made_on.get('device')}: {cost} (constants in {out}/cost.json)")
     if not checkpoint:
         versions = {"python": sys.version.split()[0], "torch": torch.__version__}
         (out / "run.json").write_text(json.dumps({"flags": vars(a), "versions": versions, "device": device_name(device), "parameters": params}, indent=1))

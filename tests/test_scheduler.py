@@ -118,7 +118,7 @@ def test_cost_model_and_choice_of_k(tmp_path):
 def test_measured_constants_are_sane():
     cost = measure_cost(tiny(), rows=4, length=300, repeat=1)
     assert all(x > 0 for x in cost.linear.values()) and all(x >= 0 for t in cost.read.values() for x in t.values()) and cost.setup >= 0 and cost.sparse >= 0
-    assert cost.made_on["layers"] == 2 and cost.made_on["device"]
+    assert cost.made_on["layers"] == 2 and cost.made_on["device"] and "1 query" in str(cost)
 
 
 def test_controller_learns_and_forgets():
