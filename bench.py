@@ -4,6 +4,7 @@
     python bench.py --model DIR --dtype bf16 --batch 1,8 --context 1024,7680 --methods ar,s3r
     python bench.py --model DIR --dtype bf16 --batch 8 --context 128 --methods hf,ar          against transformers' generate
     python bench.py --model DIR --acceptance --text FILE --context 4096      how often sparse drafts are accepted, over 512 positions of a text
+    python bench.py --batch 1,4,16 --context 256,2048 --verify rejection,block,coupled --plot speed.png --profile
     python bench.py --predict                                                the cost model: for an H200 from its data sheet, and here against what is measured
 
 A context is prefilled once and its pages are copied to B private rows (nothing is shared: the worst case for reading); then each method
@@ -16,6 +17,7 @@ decodes --new-tokens more from there, stop tokens ignored. Prefill is reported a
 
 speed-up = tau * (ms of an ar round) / (ms of a round).  The last line of stdout is all of it as one JSON document.
 """
+import contextlib
 import json
 import sys
 import time
@@ -52,13 +54,15 @@ def flags():
     p.add_argument("--device", default="auto")
     p.add_argument("--k", type=number_or_auto, default="auto")
     p.add_argument("--budget", type=float, default=0.0625)
-    p.add_argument("--verify", default="rejection")
+    p.add_argument("--verify", default="rejection", help="the acceptance rule of s3r; several with commas between them are run side by side")
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--text", default=None, help="a text file to take contexts from; default: the language reference that comes with Python")
     p.add_argument("--cost", default=None, help="cost.json for --k auto; default: measured")
     p.add_argument("--acceptance", action="store_true", help="no timing: 1 - TV of every draft slot along --text, from --context on")
     p.add_argument("--positions", type=int, default=512, help="rounds of --acceptance")
+    p.add_argument("--plot", default=None, metavar="FILE.png", help="draw tok/s against batch and against context (needs matplotlib)")
+    p.add_argument("--profile", action="store_true", help="one more run of each line under torch's profiler: how much of a round is Python")
     p.add_argument("--predict", action="store_true", help="speed-ups that the cost model predicts, and over --batch x --context x k those measured")
     a = p.parse_args()
     a.quick = not a.predict and (a.quick or not (a.batch or a.context))
@@ -150,14 +154,14 @@ class Cell:
         self.prefill = time.perf_counter() - t
 
     @torch.no_grad()
-    def run(self, method, cost=None, k=None):
-        """Decode from the prefilled state, with k drafts a round (None: as the flags say) -> dict of what was seen."""
+    def run(self, method, cost=None, k=None, rule=None, profile=False):
+        """Decode from the prefilled state, with k drafts a round and the rule given (None: as the flags say) -> dict of what was seen."""
         net, cache, a, B = self.net, self.cache, self.a, self.batch
         k = a.k if k is None else k
-        rule = "greedy" if a.temperature == 0 else a.verify
+        rule = "greedy" if a.temperature == 0 else rule or a.verify
         drafter = SparseSelf(net, cache, rule, a.temperature, a.budget) if method != "ar" else None
         controller = Controller(k if method == "s3r" and k != "auto" else 0, cost if method == "s3r" and k == "auto" else None)
-        engine = Engine(net, cache, drafter, controller, temperature=a.temperature, rule=a.verify, sparse=method == "sparse")
+        engine = Engine(net, cache, drafter, controller, temperature=a.temperature, rule=rule, sparse=method == "sparse")
         seeds = torch.tensor([spec_sample.hash64(a.seed, "bench", b) for b in range(B)], device=cache.device)
         zero = torch.zeros(B, dtype=torch.long, device=cache.device)
         first = spec_sample.target_token(rule, self.first.expand(B, -1), seeds, zero, zero + len(self.ids)).tolist()
@@ -172,8 +176,9 @@ class Cell:
             engine.stats[key] = 0
         engine.k_hist.clear()
         goal = B * self.new
-        while engine.stats["tokens"] < goal and all(len(r.tokens) < r.kv.length + 2 and r.kv.length + 12 < self.tokens for r in engine.rows):
-            engine.step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) if profile else contextlib.nullcontext() as prof:
+            while engine.stats["tokens"] < goal and all(len(r.tokens) < r.kv.length + 2 and r.kv.length + 12 < self.tokens for r in engine.rows):
+                engine.step()
         s = engine.stats
         seconds = s["s_draft"] + s["s_verify"] + s["s_other"]
         longest = max(r.kv.length for r in engine.rows)
@@ -185,7 +190,8 @@ class Cell:
         reads = drafter.reads(longest) if drafter else 0
         dense = 0 if method == "sparse" else 1
         step_bytes = (dense + (k if dense else 1)) * weights + B * kv * (dense * longest + (k if dense else 1) * reads)
-        return dict(method=method, batch=B, context=len(self.ids), tok_s=s["tokens"] / seconds, tau=s["decoded"] / max(1, s["row_rounds"]), rounds=s["rounds"],
+        ops = 1e-6 * sum(e.self_cpu_time_total for e in prof.key_averages()) if profile else None  # s in torch's operators, dispatch included
+        return dict(method=method, rule=rule, ms_python=1e3 * (seconds - ops) / s["rounds"] if profile else None, batch=B, context=len(self.ids), tok_s=s["tokens"] / seconds, tau=s["decoded"] / max(1, s["row_rounds"]), rounds=s["rounds"],
                     accept_rate=s["accepted"] / s["judged"] if s["judged"] else None, overlap=s["alpha"] / s["drafted"] if s["drafted"] else None, k=k,
                     ms_draft=1e3 * s["s_draft"] / s["rounds"], ms_verify=1e3 * s["s_verify"] / s["rounds"], ms_other=1e3 * s["s_other"] / s["rounds"],
                     gb_s=step_bytes * s["rounds"] / seconds / 1e9, seconds=seconds, why=controller.why if method == "s3r" and not s["drafted"] else "")
@@ -229,7 +235,7 @@ def hf_generate(path, ids, batch, new_tokens, dtype, temperature, device):
     generate(4)
     prefill = sorted(generate(1) for _ in range(3))[1]
     seconds = generate(new_tokens) - prefill
-    return dict(method="hf", batch=batch, context=len(ids), tok_s=batch * (new_tokens - 1) / seconds, tau=1.0, accept_rate=None, overlap=None, k=0.0,
+    return dict(method="hf", rule="", ms_python=None, batch=batch, context=len(ids), tok_s=batch * (new_tokens - 1) / seconds, tau=1.0, accept_rate=None, overlap=None, k=0.0,
                 ms_draft=0.0, ms_verify=1e3 * seconds / (new_tokens - 1), ms_other=0.0, gb_s=0.0, seconds=seconds, why="")
 
 
@@ -366,14 +372,45 @@ def predict(a, net, tok, text, batches, contexts, device):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# growth
+
+
+def pyplot():
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+    return pyplot
+
+
+def plot(rows, path, title):
+    """tok/s of each method against batch (a line a context) and against context (a line a batch)."""
+    figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    for ax, x, other in zip(axes, ("batch", "context"), ("context", "batch")):
+        for i, n in enumerate(sorted({r[other] for r in rows})):
+            for method, style in zip(dict.fromkeys((r["method"], r["rule"]) for r in rows), ("--o", "-s", ":^", "-.v", "-x")):
+                points = sorted((r[x], r["tok_s"]) for r in rows if r[other] == n and (r["method"], r["rule"]) == method)
+                ax.plot(*zip(*points), style, color=f"C{i}", label=f"{' '.join(method) if method[0] == 's3r' else method[0]}, {other} {n:,}")
+        ax.set(xscale="log", yscale="log", xlabel=x, ylabel="tokens a second")
+        ax.legend(fontsize=7)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    print(f"plot     {path}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # the command
 
 
 def run(a):
     methods = ["ar"] + [m for m in a.methods.split(",") if m != "ar"]
     for m in methods:
-        if m != "hf":
-            check_method(m, a.verify, a.temperature, a.k, a.budget)
+        for rule in a.verify.split(",") if m != "hf" else ():
+            check_method(m, rule, a.temperature, a.k, a.budget)
+    if a.plot:
+        pyplot()
     try:
         batches, contexts = numbers(a.batch), numbers(a.context)
     except ValueError:
@@ -385,6 +422,7 @@ def run(a):
         raise ValueError(f"{a.text} is not a file: give a text to take contexts from")
     sheet = data_sheet(a) if a.predict else None
     name, text = (a.text, Path(a.text).read_text(errors="replace")) if a.text else default_text()
+    rules, a.verify = a.verify.split(","), a.verify.split(",")[0]
     net, tok = load_pretrained(a.model, DTYPES[a.dtype], device)
     net.requires_grad_(False)
     c = net.config
@@ -404,9 +442,9 @@ def run(a):
     roof, peak = bandwidth(device), flops(device, DTYPES[a.dtype])
     print(f"machine  {machine['device']}, {machine['threads']} threads, torch {torch.__version__}: reads {roof / 1e9:.1f} GB/s, {peak / 1e9:,.0f} GFLOP/s in {a.dtype}")
     print(f"model    {a.model}: {weights / 2**20:.1f} MiB of weights, {kv / 1024:.1f} KiB of KV a token: at {weights // kv:,} tokens of KV in all rows together a step reads as much KV as weights")
-    print(f"text     {name}; temperature {a.temperature:g}, budget {a.budget:.2%}, rule {a.verify}\n")
+    print(f"text     {name}; temperature {a.temperature:g}, budget {a.budget:.2%}, rule {', '.join(rules)}\n")
     if not a.predict:
-        print(f"{'method':>7} {'batch':>5} {'context':>7} {'tok/s':>8} {'speedup':>7} {'tau':>5} {'accept':>6} {'1-TV':>5} {'k':>4} {'draft':>8} {'verify':>8} {'other':>7} {'attn':>5} {'bw':>5}")
+        print(f"{'method':>13} {'batch':>5} {'context':>7} {'tok/s':>8} {'speedup':>7} {'tau':>5} {'accept':>6} {'1-TV':>5} {'k':>4} {'draft':>8} {'verify':>8} {'other':>7} {'attn':>5} {'bw':>5}")
     if a.predict:
         rows = predict(a, net, tok, text, batches, contexts, device)
         print()
@@ -419,19 +457,28 @@ def run(a):
             if "s3r" in methods and a.k == "auto" and not a.cost:
                 cost = measure_cost(net, batch, context + a.new_tokens, a.temperature, a.verify, a.budget, DTYPES[a.dtype], device)
             share = cell.attention_share()
-            runs = {m: [] for m in methods}
+            lines = [(m, rule) for m in methods for rule in (rules if m == "s3r" else rules[:1])]
+            runs = {line: [] for line in lines}
             for _ in range(a.repeat):
-                for m in methods:
-                    runs[m].append(cell.run(m, cost) if m != "hf" else hf_generate(a.model, cell.ids, batch, a.new_tokens, a.dtype, a.temperature, device))
-            for m in methods:
-                r = sorted(runs[m], key=lambda r: r["tok_s"])[a.repeat // 2]
-                r |= dict(speedup=r["tok_s"] / sorted(x["tok_s"] for x in runs["ar"])[a.repeat // 2], attention_share=share, bandwidth_fraction=1e9 * r.pop("gb_s") / roof, prefill_seconds=cell.prefill)
+                for m, rule in lines:
+                    runs[m, rule].append(cell.run(m, cost, rule=rule) if m != "hf" else hf_generate(a.model, cell.ids, batch, a.new_tokens, a.dtype, a.temperature, device))
+            for m, rule in lines:
+                r = sorted(runs[m, rule], key=lambda r: r["tok_s"])[a.repeat // 2]
+                plain = sorted(x["tok_s"] for x in runs["ar", rules[0]])[a.repeat // 2]
+                r |= dict(speedup=r["tok_s"] / plain, attention_share=share, bandwidth_fraction=1e9 * r.pop("gb_s") / roof, prefill_seconds=cell.prefill)
                 f = lambda x: "-" if x is None else f"{x:.2f}"  # noqa: E731
-                print(f"{m:>7} {batch:5} {context:7} {r['tok_s']:8.1f} {r['speedup']:7.2f} {r['tau']:5.2f} {f(r['accept_rate']):>6} {f(r['overlap']):>5} {r['k']:4.1f} {r['ms_draft']:8.1f} "
+                name = m if m != "s3r" or len(rules) == 1 else f"s3r {rule}"
+                print(f"{name:>13} {batch:5} {context:7} {r['tok_s']:8.1f} {r['speedup']:7.2f} {r['tau']:5.2f} {f(r['accept_rate']):>6} {f(r['overlap']):>5} {r['k']:4.1f} {r['ms_draft']:8.1f} "
                       f"{r['ms_verify']:8.1f} {r['ms_other']:7.1f} {share:5.2f} {r['bandwidth_fraction']:5.2f}" + (f"   {r['why']}" if r["why"] else ""), flush=True)
+                if a.profile and m != "hf":
+                    x = cell.run(m, cost, rule=rule, profile=True)
+                    r["ms_python"] = x["ms_python"]
+                    print(f"{'':>13} under the profiler a round takes {1e3 * x['seconds'] / x['rounds']:.1f} ms, {x['ms_python']:.1f} of them outside torch's operators")
                 rows.append(r)
             print(f"        prefill of {context:,} tokens: {cell.prefill:.2f} s, once")
             del cell
+    if a.plot:
+        plot(rows, a.plot, f"{a.model} {a.dtype}, {machine['device']}")
     print()
     print(json.dumps({**machine, "bandwidth_gb_s": roof / 1e9, "gflop_s": peak / 1e9, "text": name, "rows": rows}))
 
